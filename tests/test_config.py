@@ -54,7 +54,6 @@ def test_flags_are_grouped_by_mechanism(cls):
         (["--loss-seed", "-1"], "--loss-seed -1"),
         (["--async-pipeline", "--virtual-stages", "0"], "--virtual-stages 0: must be at least 1"),
         (["--drift-interval", "-1"], "--drift-interval -1: must be at least 0"),
-        (["--delivery-log-bitmaps"], "--delivery-log-bitmaps on: needs --delivery-log"),
         (["--loss-model", "per-link"], "per-link:FILE"),
         (["--loss-model", "trace"], "--trace PATH"),
         (["--loss-model", "bernoulli", "bernoulli", "trace"], "--loss-model bernoulli bernoulli trace"),

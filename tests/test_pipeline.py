@@ -73,7 +73,7 @@ def test_messages_are_numbered_on_and_lose_what_the_generator_says(phase):
             for number in range(4):
                 for boundary in (EARLY, LATE):
                     for rank, tensor in ((0, 0), (3, 0), (3, 1)):
-                        lost = messages.next(phase, boundary, rank, tensor, step, 130).lost
+                        lost = messages.next(phase, boundary, rank, tensor, step, 130).fate.lost
                         expected = boundary_lost(config, phase, boundary, rank, tensor, step, number, 130)
                         np.testing.assert_array_equal(lost, expected)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from ..base.errors import refuse
-from ..base.flags import check_choice, flag, flag_name, in_unit_interval, number_or_auto, refuse_unused
+from ..base.flags import check_choice, flag, flag_name, in_unit_interval, number_or_auto
 from ..base.registry import CHANNELS, GRAD_RECOVERIES, MECHANISMS
 from ..base.section import Flags
 
@@ -206,11 +206,6 @@ class CoreFlags(Flags):
         group="delivery log",
         basic=True,
     )
-    delivery_log_bitmaps: bool = flag(
-        False,
-        "packet: record which packets arrived, where the seed and a digest would be enough to replay them",
-        incidental=True,
-    )
 
     def exchanges(self) -> tuple[str, ...]:
         return PHASES
@@ -228,8 +223,6 @@ class CoreFlags(Flags):
             raise refuse("--sites", self.sites, "must be at least 2: within one site nothing is lost")
         if self.packet_bytes != "auto" and not (isinstance(self.packet_bytes, int) and self.packet_bytes >= 1):
             raise refuse("--packet-bytes", self.packet_bytes, "must be auto or at least 1")
-        if self.delivery_log is None:
-            refuse_unused(self, "delivery_log_bitmaps", "needs --delivery-log FOLDER")
         if self.drift_interval < 0:
             raise refuse("--drift-interval", self.drift_interval, "must be at least 0")
         if self.metrics_port is not None and not 0 < self.metrics_port < 2**16:

@@ -23,8 +23,8 @@ class Boundaries(Mechanism):
 
     @classmethod
     def attach(cls, run: Any) -> None:
-        if run.kind == "Megatron" and run.config.loses_at_boundaries:
-            from .part import StageBoundaries
+        if run.kind in ("Megatron", "virtual") and run.config.loses_at_boundaries:
+            from .hooks import StageBoundaries
 
             run.add_part(StageBoundaries())
 

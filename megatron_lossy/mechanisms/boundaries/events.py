@@ -1,55 +1,19 @@
-"""Messages between pipeline stages as events: a row for each message of training that a rank received (docs/delivery_log.md#stage-boundaries).
-
-For losses of a network the packets that became zeros are recorded; drawn losses are drawn again.
-"""
+"""Messages between pipeline stages as events: a row for each message of training that a rank received (docs/delivery_log.md#stage-boundaries)."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ...config import LossyConfig
-from ...delivery_log import schema
 from ...delivery_log.events import Kinds, Row, percent
 from ...run.monitor import Observer, Window
 from .flags import BOUNDARY_PHASES
-from .loss import Fate
 from .messages import Message
 
 if TYPE_CHECKING:
     import pyarrow
-
-
-@dataclass(frozen=True)
-class Crossed:
-    """The event that a lossy ``message`` has arrived. ``fate``: its losses. ``bitmaps``: whether zeros are recorded by number."""
-
-    message: Message
-    fate: Fate
-    bitmaps: bool
-
-    def rows(self) -> list[dict[str, Any]]:
-        """Return the row for the log of events; none for a message of an evaluation."""
-        message, fate = self.message, self.fate
-        if message.evaluation:
-            return []
-        zeros = int(fate.lost.sum())
-        row = {
-            "kind": message.phase,
-            "stream": message.stream.name,
-            "message": message.number,
-            "packets": len(fate.lost),
-            "lost": fate.raw,
-            "repaired": fate.raw - fate.residual,
-            "again": fate.again,
-            "zeros": zeros,
-            "bitmap": schema.pack(~fate.lost[None])[0].tobytes() if zeros and self.bitmaps else None,
-            "layer": message.boundary.layer,
-            "layers": message.boundary.layers,
-        }
-        return [row]
 
 
 class BoundaryEvents(Kinds):
@@ -123,8 +87,8 @@ class BoundaryMonitor(Observer):
 
     def happened(self, iteration: int, what: Sequence[Any]) -> None:
         for event in what:
-            if isinstance(event, Crossed):
-                fate, phase = event.fate, event.message.phase
+            if isinstance(event, Message):
+                fate, phase = event.fate, event.phase
                 counts = (fate.lost.size, fate.raw, int(fate.lost.sum()), 1, fate.again)
                 self._window.add(**{f"{phase} {column}": value for column, value in zip(_COLUMNS, counts)})
 

@@ -60,32 +60,26 @@ class BoundaryLoss:
 
     def __init__(self, config: LossyConfig, phase: str) -> None:
         self.phase = phase
-        self._config = config
         self._recovery = config.act_recovery
         rate = config.boundary_rate(phase)
         self.lossless = not rate
         self._channel = Bernoulli(PhaseLoss("bernoulli", Schedule((0,), (rate,))), config.loss_seed)
 
     def _recovery_of(self, boundary: Boundary) -> tuple[tuple[int, int], float] | None:
-        """Return the code and the share that may be lost, by the boundary's importance (equation 2), or ``None``."""
+        """Return B and C of the code, and the share that may be lost, by importance (equation 2), or ``None``."""
         if self._recovery is None:
             return None
         (high, low), depth = self._recovery
         return high if boundary.layer / boundary.layers <= depth else low
 
-    def code(self, boundary: Boundary) -> tuple[int, int] | None:
-        """Return B and C: each B packets of a message get C packets of parity; ``None`` if there is no parity."""
-        recovery = self._recovery_of(boundary)
-        return None if recovery is None else recovery[0]
-
-    def layout(self, boundary: Boundary, packets: int) -> Layout | None:
+    def _layout_of(self, boundary: Boundary, packets: int) -> Layout | None:
         """Return the parity of a message of ``packets``; ``None`` if it has none."""
-        code = self.code(boundary)
-        return None if code is None else _layout(packets, *code)
+        recovery = self._recovery_of(boundary)
+        return None if recovery is None else _layout(packets, *recovery[0])
 
     def units(self, boundary: Boundary, packets: int) -> int:
         """Return number of units in the draw for a message of ``packets``: its own, then those of its parity."""
-        layout = self.layout(boundary, packets)
+        layout = self._layout_of(boundary, packets)
         return packets if layout is None else packets + layout.parities
 
     def bound(self, boundary: Boundary, packets: int) -> int:
@@ -108,7 +102,7 @@ class BoundaryLoss:
     def fate(self, boundary: Boundary, packets: int, lost: np.ndarray) -> Fate:
         """Return the fate of a message of ``packets`` that loses the units ``lost`` bool[units]."""
         raw = lost[:packets]
-        layout = self.layout(boundary, packets)
+        layout = self._layout_of(boundary, packets)
         residual = raw if layout is None else layout.residual(raw, lost[packets:])
         count = int(residual.sum())
         again = count > self.bound(boundary, packets)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from ...base.exchange import Stream
 from ...config import LossyConfig
+from ...delivery_log import schema
 from .flags import BOUNDARY_PHASES
 from .loss import Boundary, BoundaryLoss, Fate
 
@@ -29,32 +31,51 @@ def order(phase: str, table: Sequence[tuple[int, int]], first: bool, last: bool)
 
 @dataclass(frozen=True)
 class Message:
-    """A message that arrived: number ``number`` of its stream since the schedule began, from 0.
+    """A message that has arrived: number ``number`` of its ``stream`` since the schedule began, from 0.
 
-    ``step``: attempted iteration. ``rank``: data-parallel. ``tensor``: tensor-parallel, ``None`` if its peers lose the
-    same packets. ``evaluation``: whether its schedule is one of an evaluation.
+    The stream has the tensor-parallel rank, unless its peers lose the same packets. ``fate``: its losses.
+    ``evaluation``: whether its schedule is one of an evaluation.
     """
 
     phase: str
     boundary: Boundary
-    rank: int
-    tensor: int | None
-    step: int
+    stream: Stream
     number: int
+    fate: Fate
     evaluation: bool
 
-    @property
-    def stream(self) -> Stream:
-        """The stream of the message."""
-        return replace(self.boundary.stream(self.rank), tensor=self.tensor)
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the row for the log of events; none for a message of an evaluation."""
+        fate = self.fate
+        if self.evaluation:
+            return []
+        zeros = int(fate.lost.sum())
+        row = {
+            "kind": self.phase,
+            "stream": self.stream.name,
+            "message": self.number,
+            "packets": len(fate.lost),
+            "lost": fate.raw,
+            "repaired": fate.raw - fate.residual,
+            "again": fate.again,
+            "zeros": zeros,
+            "bitmap": schema.pack(~fate.lost[None])[0].tobytes() if zeros else None,
+            "layer": self.boundary.layer,
+            "layers": self.boundary.layers,
+        }
+        return [row]
 
 
 @dataclass
 class _Draw:
-    """The draw for a step of one stream: ``lost`` bool[units], and ``used``, the number of units that messages took."""
+    """The draw for a step of one stream.
+
+    ``lost`` bool[units]; ``used``: the number of units that messages took; ``messages``: the number of these.
+    """
 
     lost: np.ndarray
     used: int = 0
+    messages: int = 0
 
 
 class Messages:
@@ -67,8 +88,7 @@ class Messages:
         self.loss = {phase: BoundaryLoss(config, phase) for phase in BOUNDARY_PHASES}
         self._step = -1
         self._expected = 1
-        self._drawn: dict[tuple[str, Stream, int], _Draw] = {}
-        self._numbers: dict[tuple[str, Stream, int | None], int] = {}
+        self._drawn: dict[tuple[str, Stream], _Draw] = {}
 
     def begin(self, step: int, expected: int = 1) -> None:
         """Begin a schedule in attempted iteration ``step``. ``expected``: messages of each boundary, if these are
@@ -78,34 +98,31 @@ class Messages:
         """
         self._step, self._expected = step, expected
         self._drawn.clear()
-        self._numbers.clear()
 
-    def identify(
-        self, phase: str, boundary: Boundary, rank: int, tensor: int | None, step: int, evaluation: bool
+    def next(
+        self,
+        phase: str,
+        boundary: Boundary,
+        rank: int,
+        tensor: int | None,
+        step: int,
+        packets: int,
+        evaluation: bool = False,
     ) -> Message:
-        """Return the next message at ``boundary``. Call it once for each message, in the order of their arrival."""
+        """Return the next message of ``packets`` at ``boundary``. Call it in the order of their arrival.
+
+        ``rank``: data-parallel. ``tensor``: tensor-parallel, ``None`` if its peers lose the same packets.
+        """
         if step != self._step:
             self.begin(step)
-        key = (phase, boundary.stream(rank), tensor)
-        number = self._numbers.get(key, 0)
-        self._numbers[key] = number + 1
-        return Message(phase, boundary, rank, tensor, step, number, evaluation)
-
-    def next(self, phase: str, boundary: Boundary, rank: int, tensor: int, step: int, packets: int) -> Fate:
-        """Return the fate of the next message of ``packets`` at ``boundary``; see :meth:`BoundaryLoss.draw`."""
-        return self.loss[phase].fate(boundary, packets, self.lost(phase, boundary, rank, tensor, step, packets))
-
-    def lost(self, phase: str, boundary: Boundary, rank: int, tensor: int, step: int, packets: int) -> np.ndarray:
-        """Return bool[units]: the units that the draw loses of the next message, its packets and then its parity."""
-        if step != self._step:
-            self.begin(step)
-        loss = self.loss[phase]
+        loss, stream = self.loss[phase], replace(boundary.stream(rank), tensor=tensor)
         units = loss.units(boundary, packets)
-        key = (phase, boundary.stream(rank), tensor)
-        drawn = self._drawn.setdefault(key, _Draw(np.empty(0, dtype=bool)))
+        drawn = self._drawn.setdefault((phase, stream), _Draw(np.empty(0, dtype=bool)))
         first, drawn.used = drawn.used, drawn.used + units
         if drawn.used > len(drawn.lost):
             # A longer draw begins with the same units.
             wanted = max(drawn.used, self._expected * units, 2 * len(drawn.lost))
-            drawn.lost = loss.draw(boundary, rank, tensor, step, wanted)
-        return drawn.lost[first : drawn.used]
+            drawn.lost = loss.draw(boundary, rank, tensor or 0, step, wanted)
+        fate = loss.fate(boundary, packets, drawn.lost[first : drawn.used])
+        number, drawn.messages = drawn.messages, drawn.messages + 1
+        return Message(phase, boundary, stream, number, fate, evaluation)
