@@ -230,7 +230,7 @@ def _mechanisms() -> Iterator[Case]:
             yield from _resumed(f"islands/{form}, {name}", ranks, f"{how} {islands} {flags}", kept="--save-replicas")
         else:
             yield Case(f"islands/{form}, {name}", ranks, (f"{how} {islands} {flags} --delivery-log log",))
-    errors = "--grad-error gaussian --grad-error-relative 1"
+    errors = "--grad-error gaussian:1rms"
     replicas = {
         "averaged": f"{errors} --param-sync-interval 2 --param-sync-rule snr --replica-check log",
         "averaged late": f"{errors} --param-sync-interval 2 --param-sync-overlap",

@@ -49,7 +49,7 @@ KEPT = {"replica_check": "repair", "param_sync_interval": 4}
 MESSAGES = given(BOTH)
 KINDS = {
     "noise": {"grad_error": "gaussian:0.5"} | KEPT,
-    "relative": {"grad_error": "gaussian", "grad_error_relative": 2.0, "grad_error_rate": 0.8} | KEPT,
+    "relative": {"grad_error": "gaussian:2rms", "grad_error_rate": 0.8} | KEPT,
     "flips": {"grad_error": "bit-flip:4", "grad_error_rate": 0.5} | KEPT,
     "reduce": {"grad_error": "bit-flip", "grad_error_at": "reduce", "grad_error_ranks": (0, 2)} | KEPT,
     "messages": MESSAGES,

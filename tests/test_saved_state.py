@@ -214,7 +214,7 @@ def test_groups(tmp_path):
     assert not problems, problems
 
 
-ERRORS = {"grad_error": "gaussian", "grad_error_relative": 0.5}
+ERRORS = {"grad_error": "gaussian:0.5rms"}
 REPLICAS = {
     "mean": ERRORS | {"param_sync_interval": 3},
     "overlapped": ERRORS

@@ -17,7 +17,7 @@ from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.shows("averaged replicas by value, in one process and over gloo, healed")
 
-NOISE = dict(grad_error="gaussian", grad_error_relative=0.5)
+NOISE = dict(grad_error="gaussian:0.5rms")
 LR = 0.125
 
 STATES = {"mean": "params", "first": "params:first"}
@@ -254,7 +254,7 @@ OPTIONS = [
     NOISE | dict(param_sync_interval=2, param_sync_rule="snr", param_sync_state="params:first", momentum=0.9),
     dict(grad_error="bit-flip:1,20,26", grad_error_rate=0.4, replica_check="repair"),
     dict(grad_error="bit-flip:1,20,26", grad_error_rate=0.4, param_sync_interval=2),
-    NOISE | dict(param_sync_interval=3, param_sync_always=True, grad_error_burst=(3, 9.0)),
+    NOISE | dict(param_sync_interval=3, param_sync_always=True, grad_error="gaussian:0.5rms,3,9.0"),
 ]
 
 
