@@ -38,7 +38,6 @@ WALKED = {
     "recovery.previous.Previous": "test_groups",
     "mechanisms.replicas.synchroniser.Synchroniser": "test_full_replicas",
     "mechanisms.replicas.average.Piece": "test_full_replicas",
-    "mechanisms.replicas.synchroniser.Interval": "test_full_replicas",
     "mechanisms.replicas.full_replicas.FullReplicas": "test_replicas_train.py, saved and resumed",
     "mechanisms.replicas.monitor.ReplicaMonitor": "test_replicas_train.py, saved and resumed",
     "mechanisms.islands.rounds.Rounds": "test_islands",

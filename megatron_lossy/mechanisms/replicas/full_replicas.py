@@ -19,7 +19,7 @@ from ...base.fetch import PendingArray
 from ...config import LossyConfig
 from .average import sample, stride_of
 from .flags import ReplicaFlags
-from .repair import compare, repair
+from .repair import compare, outside, repair
 from .synchroniser import Copies, Synchronisation, Synchroniser
 
 
@@ -80,17 +80,17 @@ class FullReplicas:
             return
         for stream in self._copies:
             buckets = stream.gradients()
-            comparison = compare(stream.peers, buckets)
-            if comparison.equal:
+            differing = compare(stream.peers, buckets)
+            if not differing:
                 continue
-            outside = {bucket: tuple(comparison.outside(bucket)) for bucket in comparison.differing.tolist()}
+            wrong = {bucket: tuple(outside(fingerprints)) for bucket, fingerprints in differing.items()}
             if mode == "abort":
-                parts = [f"bucket {bucket} (ranks {' '.join(map(str, ranks))})" for bucket, ranks in outside.items()]
+                parts = [f"bucket {bucket} (ranks {' '.join(map(str, ranks))})" for bucket, ranks in wrong.items()]
                 where = f"{stream.name} in {', '.join(parts)}"
                 raise SystemExit(f"--replica-check abort: replicas have different gradients of {where}")
-            done = repair(stream.peers, buckets, comparison) if mode == "repair" else {}
+            done = repair(stream.peers, buckets, differing) if mode == "repair" else {}
             self._mismatches += [
-                Mismatch(stream.name, bucket, ranks, done.get(bucket, "")) for bucket, ranks in outside.items()
+                Mismatch(stream.name, bucket, ranks, done.get(bucket, "")) for bucket, ranks in wrong.items()
             ]
 
     def arrive(self, gradient: Sequence[Sequence[float]] | None) -> None:
@@ -134,7 +134,7 @@ class FullReplicas:
             apart = []
             for stream in self._copies:
                 tensors = [[[tensor.detach() for tensor in replica]] for replica in stream.tensors()]
-                if not compare(stream.peers, tensors).equal:
+                if compare(stream.peers, tensors):
                     apart.append(stream)
             # The model's weights do not have the result of an exchange in flight yet.
             differ = self._total(np.array([float(bool(apart) or self._synchroniser.moves)]))[0] > 0
