@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,13 +13,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ..base.device import all_gather_single
 from ..base.registry import MECHANISMS
 from ..channel.corruption import Errors
 from ..config import PHASES, LossyConfig
 from ..run.base import ObservedExchanges
-from ..run.replicas import BucketReplica, RankReplicas, load_stale_state, stale_state
-from ..transport import LossyGroup, Network, find_nodes
+from ..run.replicas import BucketReplica, RankReplicas, gathered_reliably, load_stale_state, stale_state
+from ..transport import LossyGroup, Network
 from ..transport.sites import Scalars, Sites, make_group
 from .base import LossyRun
 from .exchanges import Gather
@@ -81,10 +80,7 @@ class LossyFSDP(LossyRun):
 
     def _group_of(self, sharded: ShardedStream) -> LossyGroup:
         ranks = sharded.all_ranks
-        nodes = None
-        if self.config.ranks_of_node is not None:
-            everywhere = find_nodes(None, self.config.ranks_of_node)
-            nodes = [everywhere[rank] for island in self.islands or [ranks] for rank in island]
+        nodes = self.nodes_of([rank for island in self.islands or [ranks] for rank in island])
         size = self.config.members(self.jobs * len(ranks))
         networks = {phase: Network(self.config, phase, size, nodes) for phase in PHASES}
         first = self.job * len(ranks)  # no two islands lose the same
@@ -198,22 +194,12 @@ class LossyFSDP(LossyRun):
 
     @contextlib.contextmanager
     def exchanged_weights(self, model_chunks: Any = None) -> Iterator[None]:
-        restore: list[Callable[[], None]] = []
+        held = []
         if self.update is not None and not self.config.untouched("param"):
             self.settle()
-            with torch.no_grad():
-                for gather in self._gathers:
-                    put_back = gather.lossy.put_stale_aside(gather.number, gather.replica, self.update)
-                    if put_back is not None:
-                        all_gather_single(gather.replica, gather.own, group=gather.group.ranks)
-                        restore.append(put_back)
-        try:
-            with self.opened():
-                yield
-        finally:
-            with torch.no_grad():
-                for put_back in restore:
-                    put_back()
+            held = self._held()
+        with gathered_reliably(held, self.update), self.opened():
+            yield
 
     # --- saved state -----------------------------------------------------------------------------------------------
 
@@ -239,7 +225,9 @@ class LossyFSDP(LossyRun):
         return {"world size": dist.get_world_size(), **sizes}
 
     def _held(self) -> list[BucketReplica]:
-        return [BucketReplica(gather.lossy, gather.number, gather.replica) for gather in self._gathers]
+        return [
+            BucketReplica(gather.lossy, gather.number, gather.replica, gather.group.ranks) for gather in self._gathers
+        ]
 
     def exchanged_state(self) -> Any:
         if self.update is not None:

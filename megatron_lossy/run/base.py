@@ -364,14 +364,17 @@ class Run(ABC):
 
         Observers save to files of their own in any case.
         """
+        self._save_observers()
+        if not self.config.save_replicas or self.config.inert:
+            return
+        write(Path(folder, REPLICAS, self.replica_file()), self._state())
+
+    def _save_observers(self) -> None:
         if self._unreported is not None:
             self.settle()
             self.tell_observers()
         for observer in self.observers:
             observer.save()
-        if not self.config.save_replicas or self.config.inert:
-            return
-        write(Path(folder, REPLICAS, self.replica_file()), self._state())
 
     def _state(self) -> dict[str, Any]:
         return {
