@@ -22,10 +22,9 @@ from megatron_lossy.delivery_log.events import EventLog, event_files
 from megatron_lossy.delivery_log.reader import DeliveryLogFolder
 from megatron_lossy.delivery_log.schema import pack, unpack
 from megatron_lossy.delivery_log.writer import DeliveryLog, claim_delivery_log
-from megatron_lossy.lab.delivery_log.summary import summary_text
+from megatron_lossy.lab.delivery_log.summary import message_totals, summary_text
 from megatron_lossy.lab.delivery_log.verify import verify, verify_events
 from megatron_lossy.lab.virtual import VirtualCluster
-from megatron_lossy.mechanisms.boundaries.events import totals
 from megatron_lossy.mechanisms.boundaries.loss import Boundary
 from megatron_lossy.mechanisms.boundaries.messages import Messages
 from megatron_lossy.mechanisms.replicas.full_replicas import Mismatch
@@ -158,7 +157,7 @@ def test_rows_are_what_became_of_messages(tmp_path):
     assert all(sum(column) > 0 for column in zip(*expected))
     expected = sorted(pack(~fate.lost[None])[0].tobytes() for fate in fates if fate.lost.any())
     assert sorted(row["bitmap"] for row in rows if row["bitmap"] is not None) == expected
-    found = totals((0, row) for row in rows)
+    found = message_totals((0, row) for row in rows)
     for (phase, stream), total in found.items():
         mine = [row for row in rows if (row["kind"], row["stream"]) == (phase, stream)]
         assert total["messages"] == len(mine) == 30
@@ -380,7 +379,7 @@ def test_copies_of_tensor_parallelism(tmp_path, sequence, names):
     run_ranks(allowed, 4, tiny, with_log(BOTH, tmp_path))
     assert problems_of(tmp_path) == []
     files = event_files(tmp_path)
-    total = totals((file.rank, row) for file in files for row in event_rows(file.path))
+    total = message_totals((file.rank, row) for file in files for row in event_rows(file.path))
     streams = sorted({stream for _, stream in total})
     assert len(streams) == len(names) and all(stream.endswith(name) for stream, name in zip(streams, names))
     assert {summed["messages"] for summed in total.values()} == {6}

@@ -27,11 +27,6 @@ _MOST_ROWS = 2**16
 Row = Mapping[str, Any]
 
 
-def percent(share: float) -> str:
-    """Return ``share`` for people."""
-    return f"{100 * share:.2f} %"
-
-
 class Kinds(ABC):
     """Kinds of events that belong together."""
 
@@ -47,11 +42,6 @@ class Kinds(ABC):
     @abstractmethod
     def happen(config: LossyConfig) -> bool:
         """Return whether the flags can lead to such events."""
-
-    @staticmethod
-    def summary(rows: Iterable[tuple[int, Row]]) -> list[str]:
-        """Return lines about all rows of these kinds, each with the rank that wrote it, for ``summary``."""
-        return []
 
 
 class GradErrors(Kinds):
