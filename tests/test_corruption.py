@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.base.exchange import Exchange, Stream
-from megatron_lossy.channel.corruption import Errors, apply, digest, make_corruption
+from megatron_lossy.channel.corruption import make_corruption
+from megatron_lossy.channel.corruption.applied import Errors, apply, digest
 from megatron_lossy.channel.corruption.bit_flip import check_bits
 from megatron_lossy.channel.draws import _exchange_word
 from megatron_lossy.config import LossyConfig

@@ -15,7 +15,8 @@ from megatron.core import parallel_state
 from megatron_lossy import hooks
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.base.exchange import Exchange, Stream
-from megatron_lossy.channel.corruption import Errors, make_corruption
+from megatron_lossy.channel.corruption import make_corruption
+from megatron_lossy.channel.corruption.applied import Errors
 from megatron_lossy.config import LossyConfig, given
 from megatron_lossy.delivery_log.__main__ import main
 from megatron_lossy.delivery_log.events import EventLog, event_files

@@ -6,7 +6,8 @@ import torch
 
 from megatron_lossy import hooks
 from megatron_lossy.base.exchange import Stream
-from megatron_lossy.channel.corruption import Event, Hit, Reduction
+from megatron_lossy.channel.corruption import Event
+from megatron_lossy.channel.corruption.applied import Hit, Reduction
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.mechanisms.replicas import average
 from megatron_lossy.mechanisms.replicas.full_replicas import FullReplicas

@@ -7,7 +7,8 @@ import torch
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.base.exchange import Exchange, Stream
 from megatron_lossy.base.fingerprint import fingerprint, finite
-from megatron_lossy.channel.corruption import apply, make_corruption
+from megatron_lossy.channel.corruption import make_corruption
+from megatron_lossy.channel.corruption.applied import apply
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.mechanisms.replicas.average import pieces
 from megatron_lossy.mechanisms.replicas.synchroniser import Copies, Replica, Synchroniser

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from .. import __version__
 from ..base.registry import MECHANISMS
-from ..channel.corruption import REDUCED, SPARED
+from ..channel.corruption.applied import REDUCED, SPARED
 from ..config import LossyConfig
 from . import schema
 from .reader import BadLog, LogPath, log_files, read_file

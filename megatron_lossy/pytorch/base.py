@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ..base.errors import refuse
 from ..base.exchange import Stream
-from ..channel.corruption import Errors
+from ..channel.corruption.applied import Errors
 from ..config import LossyConfig
 from ..run.base import Run
 from ..run.saved import REPLICAS, check_identity, flags_of, read, write

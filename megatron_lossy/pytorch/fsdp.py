@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ..base.registry import MECHANISMS
-from ..channel.corruption import Errors
+from ..channel.corruption.applied import Errors
 from ..config import PHASES, LossyConfig
 from ..run.base import ObservedExchanges
 from ..run.replicas import BucketReplica, RankReplicas, gathered_reliably, load_stale_state, stale_state

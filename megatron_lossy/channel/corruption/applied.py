@@ -1,7 +1,4 @@
-"""The errors of one rank, applied to its gradients bucket by bucket, in any order.
-
-Functions import torch themselves, so that flags can be checked without it.
-"""
+"""The errors of one rank, applied to its gradients bucket by bucket, in any order."""
 
 from __future__ import annotations
 
@@ -10,17 +7,15 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
 
 from ...base.exchange import Exchange, Stream
 from ...base.fetch import PendingArray
 from .base import LARGEST, Corruption, Event
 from .bit_flip import check_bits
-
-if TYPE_CHECKING:
-    import torch
 
 #: Kinds of events in the log besides those of errors: a gradient that an error left unchanged, and a reduction.
 SPARED, REDUCED = "spared", "reduced"
@@ -66,8 +61,6 @@ def apply(
 
 def digest(buffer: torch.Tensor) -> bytes:
     """Return a digest of ``buffer`` (BLAKE2b, 8 bytes)."""
-    import torch
-
     data = PendingArray(buffer.detach().contiguous().view(torch.uint8)).wait()
     return hashlib.blake2b(data.tobytes(), digest_size=8).digest()
 
@@ -81,8 +74,6 @@ def _root_mean_square(
     runs: Sequence[torch.Tensor], unit: float | torch.Tensor, add_up: AddUp | None
 ) -> tuple[float, float]:
     """Return the root mean square of ``runs``, and ``unit``: both of one copy to the host."""
-    import torch
-
     numbers = [torch.linalg.vector_norm(run, dtype=torch.float32) for run in runs if len(run)]
     if isinstance(unit, torch.Tensor):
         numbers = [*(norm.double() for norm in numbers), unit]
@@ -95,8 +86,6 @@ def _root_mean_square(
 
 
 def _add_noise(runs: Sequence[torch.Tensor], seed: int, std: float) -> None:
-    import torch
-
     generator = torch.Generator(runs[0].device)
     generator.manual_seed(seed - 2**64 if seed >= 2**63 else seed)
     for run in runs:
@@ -107,8 +96,6 @@ def _add_noise(runs: Sequence[torch.Tensor], seed: int, std: float) -> None:
 
 
 def _flip(buffer: torch.Tensor, event: Event, lengths: Sequence[int], firsts: Sequence[int]) -> None:
-    import torch
-
     ends = np.cumsum(lengths)
     elements = np.array(event.elements, dtype=np.int64)
     run = np.searchsorted(ends, elements, side="right")

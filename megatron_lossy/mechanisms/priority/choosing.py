@@ -8,17 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
 
 from ...base.exchange import BucketUnits, Exchange, Lost
 from ...base.fetch import PendingArray, at_hand, is_here
 from ...recovery.base import SentUnits
 from ...recovery.rows import to_device, unit_views
-
-if TYPE_CHECKING:
-    import torch
 
 _CACHED_BYTES = 2**18
 #: Values that a quantile is taken from.
@@ -146,8 +144,6 @@ class Priority:
 
     def _quantile(self, buffer: torch.Tensor, rows: np.ndarray, exchange: Exchange) -> float:
         """Return the (1 - K) quantile of |values|, over a sample of the values for the destinations ``rows``."""
-        import torch
-
         values = buffer[torch.from_numpy(self._sample(buffer, rows, exchange))].abs().float().numpy()
         values = values[np.isfinite(values)]
         return float(np.quantile(values, 1 - self.protection.fraction)) if len(values) else np.inf
@@ -188,15 +184,11 @@ def unit_means(buffer: torch.Tensor, units: BucketUnits) -> torch.Tensor:
 
     Sums are taken in float32. The mean is not finite if a value is not.
     """
-    import torch
-
     return torch.cat([_sums(view).div_(view.shape[2]) for view, _ in unit_views(buffer, units)], dim=1)
 
 
 def _sums(view: torch.Tensor) -> torch.Tensor:
     """Return float32[N, units]: sums of |values| of ``view`` [N, units, elements]."""
-    import torch
-
     # On a device the loop would hold |values| of a whole bucket; on a CPU this norm adds serially, which is slower.
     if view.device.type != "cpu":
         return torch.linalg.vector_norm(view, ord=1, dim=-1, dtype=torch.float32)

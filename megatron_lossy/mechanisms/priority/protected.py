@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from ...base.errors import refuse
 from ...base.exchange import Delivery, Exchange, Lost
@@ -24,8 +25,6 @@ from ...run.monitor import Look, Observer, Window
 from .choosing import SAMPLE, Priority, Protection
 
 if TYPE_CHECKING:
-    import torch
-
     from ...config import LossyConfig
     from ...transport import Wire
 

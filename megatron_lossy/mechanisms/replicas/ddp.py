@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...channel.corruption import Errors
+from ...channel.corruption.applied import Errors
 from ...transport.peers import Peers, RankPeers
 from .held import HeldReplicas
 from .ranks import warn_of_one_replica

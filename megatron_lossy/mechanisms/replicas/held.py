@@ -17,7 +17,7 @@ import torch
 
 from ...base.exchange import Exchange
 from ...base.fetch import PendingArray
-from ...channel.corruption import Errors, scaled_unit
+from ...channel.corruption.applied import Errors, scaled_unit
 from ...hooks.buckets import errors_in
 from ...run.mechanism import Part
 from ...run.monitor.window import of_all_ranks

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...channel.corruption import Reduction
+from ...channel.corruption.applied import Reduction
 from ...config import LossyConfig
 from ...delivery_log.events import Kinds
 from ...run.monitor import Look, Observer
