@@ -244,7 +244,7 @@ def overflows(rank, tiny, config):
 
 
 def test_an_update_that_all_skip_does_not_count(pool):
-    config = changed(param_sync_interval=3, param_sync_always=True, replica_check="repair")
+    config = changed(param_sync_interval=3, param_sync_state="params:always", replica_check="repair")
     told = pool.run(overflows, 3, SCALED["constant"], config)
     for success, averaged, weights in told:
         assert success == [True, False, True, True] and averaged == [0, 0, 0, 1]

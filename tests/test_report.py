@@ -190,7 +190,7 @@ def test_runs_with_errors_are_no_baseline_and_are_named_by_their_flags(tmp_path)
     # Replicas that are equal and only watched stay what they are; so does what an error of rate 0 hits.
     write("d", 2.0, param_sync_interval=10, replica_check="repair")
     write("e", 2.0, **noise | {"grad_error_rate": 0.0})
-    write("f", 2.1, param_sync_interval=10, param_sync_always=True)
+    write("f", 2.1, param_sync_interval=10, param_sync_state="params:always")
     runs = {run.name: run for run in read_runs(tmp_path)}
     assert [name for name, run in runs.items() if run.clean] == ["a", "d", "e"]
     table = loss_table([runs[name] for name in "abc"])
@@ -199,7 +199,7 @@ def test_runs_with_errors_are_no_baseline_and_are_named_by_their_flags(tmp_path)
     assert [cell.change for cell in table.rows[0][1]] == [None, pytest.approx(25), pytest.approx(10)]
     # All these flags are named even if no other run has them.
     assert loss_table([runs["c"]]).headings == (f"{error}, param-sync-interval 10",)
-    assert loss_table([runs["f"]]).headings == ("0 %, param-sync-always True, param-sync-interval 10",)
+    assert loss_table([runs["f"]]).headings == ("0 %, param-sync-interval 10, param-sync-state params:always",)
     assert loss_table([runs["a"], runs["d"]]).headings == ("0 %",)
 
 

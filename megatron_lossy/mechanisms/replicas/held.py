@@ -140,7 +140,7 @@ class HeldReplicas(Part, ABC):
     @property
     def wants_gradient(self) -> bool:
         """Whether the lengths of local gradients, before their reduction, are needed; see :meth:`note`."""
-        return self._together is not None and self._together.wants_gradient
+        return self._together is not None and self._together.synchroniser.wants_gradient
 
     def note(self, stream: int, replica: int, bucket: int, square: Any) -> None:
         """Note the ``square`` of the length of a local gradient of this iteration, a number or a tensor of one."""
@@ -165,7 +165,7 @@ class HeldReplicas(Part, ABC):
     def begin_update(self) -> None:
         """Let a mean under way arrive."""
         if self.together is not None:
-            self.together.arrive(self._gradient(self.together))
+            self.together.synchroniser.arrive(self._gradient(self.together))
 
     def finished(self) -> None:
         """Note that the update has been made."""
@@ -174,7 +174,7 @@ class HeldReplicas(Part, ABC):
         self._squares.clear()
 
     def _gradient(self, together: FullReplicas) -> list[list[float]] | None:
-        if not together.wants_gradient:
+        if not together.synchroniser.wants_gradient:
             return None
         sums = [[0.0] * len(peers.local) for peers in self.peers]
         for (stream, replica, _), square in self._squares.items():

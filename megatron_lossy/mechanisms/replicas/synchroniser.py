@@ -244,7 +244,7 @@ class Synchroniser:
         if not whole.any():
             return None
         everyone = np.ones(len(whole), dtype=bool)
-        if not self._config.param_sync_always:
+        if not self._config.averages_always:
             if (fingerprints == fingerprints[0]).all() and whole.all():
                 return None
             right = majority(fingerprints, whole)
