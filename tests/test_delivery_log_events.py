@@ -26,8 +26,7 @@ from megatron_lossy.delivery_log.writer import DeliveryLog, claim_delivery_log
 from megatron_lossy.lab.delivery_log.summary import message_totals, summary_text
 from megatron_lossy.lab.delivery_log.verify import verify, verify_events
 from megatron_lossy.lab.virtual import VirtualCluster
-from megatron_lossy.mechanisms.boundaries.loss import Boundary
-from megatron_lossy.mechanisms.boundaries.messages import Messages
+from megatron_lossy.mechanisms.boundaries.messages import Boundary, Messages
 from megatron_lossy.mechanisms.replicas.full_replicas import Mismatch
 from megatron_lossy.mechanisms.replicas.synchroniser import Synchronisation
 from megatron_lossy.run.base import make_observers

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.mechanisms.boundaries import zero_fill
-from megatron_lossy.mechanisms.boundaries.loss import Boundary, BoundaryLoss
-from megatron_lossy.mechanisms.boundaries.messages import Messages, order
+from megatron_lossy.mechanisms.boundaries.messages import Boundary, BoundaryLoss, Messages, order
 from megatron_lossy.mechanisms.boundaries.zero_fill import elements_of, lossy, zero_filled
 from megatron_lossy.recovery import IndexedRows, MaskedRows
 from tests.boundaries import boundary_lost

@@ -24,7 +24,7 @@ from megatron_lossy.hooks.versions import decoder_layers
 from megatron_lossy.lab.delivery_log.verify import verify, verify_events
 from megatron_lossy.lab.virtual import VirtualCluster
 from megatron_lossy.mechanisms.boundaries.hooks import StageBoundaries
-from megatron_lossy.mechanisms.boundaries.loss import Boundary
+from megatron_lossy.mechanisms.boundaries.messages import Boundary
 from tests import contract
 from tests.boundaries import boundary_lost, boundary_rows
 from tests.ranks import run_ranks

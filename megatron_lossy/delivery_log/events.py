@@ -16,7 +16,7 @@ from ..base.registry import MECHANISMS
 from ..channel.corruption.applied import REDUCED, SPARED
 from ..config import LossyConfig
 from . import schema
-from .reader import BadLog, LogPath, log_files, read_file
+from .reader import LogPath, log_files, read_file, reading
 from .writer import LogWriter
 
 if TYPE_CHECKING:
@@ -130,9 +130,5 @@ def event_files(folder: Path) -> list[LogPath]:
 
 def read_events(file: LogPath) -> tuple[pyarrow.Table, schema.Meta]:
     """Return the rows of ``file``, and its note. Raise :class:`BadLog`."""
-    import pyarrow as pa
-
-    try:
+    with reading(file.path, file.first):
         return read_file(file.path, columns())
-    except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as error:
-        raise BadLog(file.path, file.first, error) from None

@@ -30,8 +30,7 @@ from ...hooks.versions import (
 )
 from ...run.mechanism import Part
 from ...transport import Transfer
-from .loss import Boundary
-from .messages import Messages, order
+from .messages import Boundary, Messages, order
 from .zero_fill import changes_nothing, elements_of, lossy, zero_fill_, zero_filled
 
 logger = logging.getLogger(__name__)
