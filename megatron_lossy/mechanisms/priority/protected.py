@@ -35,7 +35,7 @@ class ProtectedRule(GradRecovery):
     """``rule`` with a ``priority`` that chooses the units that have to arrive."""
 
     #: bool[N, count]: the units of the latest exchange that must arrive, if a network loses them.
-    must: np.ndarray | PendingArray | None = None
+    must: PendingArray | None = None
     #: The record of the latest ended step.
     told: SentUnits | None = None
 
@@ -93,7 +93,7 @@ class SparingRule(ProtectedRule):
     def before(self, buffer: torch.Tensor, lost: Lost, delivery: Delivery, x: Gradients) -> Any:
         self.correct(buffer, x)
         final: Lost | None = self.priority.spare(buffer, lost, x.exchange)
-        if final.spared is not None and not self.rule.minds_spared:
+        if not self.rule.minds_spared:
             final = self.priority.settle()
         if self.feedback is not None:
             kept = self.feedback.remove(buffer, final, delivery, x)
@@ -108,7 +108,7 @@ class SparingRule(ProtectedRule):
 
     @property
     def final(self) -> Lost | None:
-        """The units of the latest exchange that were lost for good. On an accelerator it waits for the choice."""
+        """The units of the latest exchange that were lost for good. It waits for the choice."""
         if self._final is not None and self._final.spared is not None:
             self._final = self.priority.settle()
             if self.feedback is not None:
@@ -145,7 +145,7 @@ class RequiringRule(ProtectedRule):
         self._sent: tuple[int, torch.Tensor, Any] | None = None
         self._late: list[int] = []
 
-    def choose(self, x: Gradients) -> np.ndarray | PendingArray:
+    def choose(self, x: Gradients) -> PendingArray:
         """Return bool[N, count]: the units that must arrive, here or on their way."""
         self.correct(x.buffer, x)
         self.must = self.priority.choose(x.buffer, x.exchange)
