@@ -15,12 +15,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ..base.errors import refuse
+from ..base.errors import UsageError, refuse
 from ..base.exchange import Stream
 from ..channel.corruption.applied import Errors
 from ..config import LossyConfig
 from ..run.base import Run
-from ..run.saved import REPLICAS, check_identity, flags_of, read, write
+from ..run.saved import REPLICAS, check_identity, flags_of, write
 from ..transport import find_nodes
 from .arguments import check_still_alike, parameters_of
 from .exchanges import Round
@@ -201,12 +201,11 @@ class LossyRun(Run):
 
         Raise :class:`UsageError` as :meth:`load_state_dict` does, and if ``folder`` has no such file.
         """
-        path = Path(folder, REPLICAS, self.replica_file())
-        if not path.is_file():
-            raise refuse(
-                "checkpoint", folder, f"has no {path.relative_to(folder)}: it was saved without make_lossy's state"
-            )
-        self.load_state_dict(read(path, self.device, self._whole_identity(), folder))
+        self.load_state_dict(self._saved_in(folder))
+
+    def error_of_missing(self, folder: str | os.PathLike, path: Path) -> UsageError:
+        why = f"has no {path.relative_to(folder)}: it was saved without make_lossy's state"
+        return refuse("checkpoint", folder, why)
 
     def restart(self, iteration: int = 0) -> None:
         """Begin again after ``iteration`` iterations, with replicas that are all equal: weights were loaded."""

@@ -393,10 +393,13 @@ class Run(ABC):
         """
         if not self.config.save_replicas or self.config.inert:
             return
+        self._load_state(self._saved_in(folder))
+
+    def _saved_in(self, folder: str | os.PathLike) -> dict[str, Any]:
         path = Path(folder, REPLICAS, self.replica_file())
         if not path.is_file():
             raise self.error_of_missing(folder, path)
-        self._load_state(read(path, self.device, self._whole_identity(), folder))
+        return read(path, self.device, self._whole_identity(), folder)
 
     def _load_state(self, state: Mapping[str, Any]) -> None:
         self.iteration, self.update = state["iteration"], state["update"]
