@@ -7,7 +7,6 @@ parts of all parameters one after another, each padded to the size of the first 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -173,9 +172,11 @@ class ShardedStream:
 
 def parameter_groups(model: torch.nn.Module) -> list[ParameterGroup]:
     """Return all groups, in the order of ``model.modules()``. Raise :class:`UsageError` for two of one module."""
+    from torch.distributed.fsdp import FSDPModule
+
     found: dict[int, ParameterGroup] = {}
-    for name, module, state in _states(model):
-        groups = _groups_of(state)
+    for name, module in model.named_modules():
+        groups = _groups_of(module._get_fsdp_state()) if isinstance(module, FSDPModule) else []
         if len(groups) > 1:
             why = f"has {len(groups)} parameter groups (shard_placement_fn with several meshes), and torch has one place for "
             raise refuse(
@@ -187,14 +188,6 @@ def parameter_groups(model: torch.nn.Module) -> list[ParameterGroup]:
             else:
                 found[id(group)] = ParameterGroup(name or "root module", [module], group)
     return list(found.values())
-
-
-def _states(model: torch.nn.Module) -> Iterator[tuple[str, Any, Any]]:
-    from torch.distributed.fsdp import FSDPModule
-
-    for name, module in model.named_modules():
-        if isinstance(module, FSDPModule):
-            yield name, module, module._get_fsdp_state()
 
 
 def _groups_of(state: Any) -> list[Any]:
