@@ -21,7 +21,7 @@ from ..channel.corruption import Corruption, make_corruption
 from ..config import PHASES, LossyConfig
 from ..config.facts import Facts
 from ..config.refusal import check_refusals
-from ..delivery_log.events import EventLog, all_kinds
+from ..delivery_log.events import EventLog, has_events
 from ..delivery_log.writer import DeliveryLog
 from ..transport import LossyGroup
 from .mechanism import Events, Part
@@ -429,6 +429,6 @@ def make_observers(run: Any, writer: int | None = None) -> list[Observer]:
     logs = config.delivery_log is not None and not config.jobs().apart  # else jobs have no exchanges in common
     if logs and not config.lossless:
         observers.append(DeliveryLog(config, writer))
-    if logs and any(kinds.happen(config) for kinds in all_kinds()):
+    if logs and has_events(config):
         observers.append(EventLog(config, writer))
     return observers + [observer for mechanism in MECHANISMS.all() for observer in mechanism.observers(run, writer)]

@@ -29,8 +29,10 @@ from ...hooks.versions import (
     sequence_parallel_rank,
 )
 from ...run.mechanism import Part
+from ...run.monitor import Observer, Window
 from ...transport import Transfer
-from .messages import Boundary, Messages, order
+from .flags import BOUNDARY_PHASES
+from .messages import Boundary, Message, Messages, order
 from .zero_fill import changes_nothing, elements_of, lossy, zero_fill_, zero_filled
 
 logger = logging.getLogger(__name__)
@@ -291,3 +293,33 @@ def patches(boundaries: StageBoundaries) -> list[Patch]:
             for name in (() if virtual else ("_p2p_ops", "_batched_p2p_ops"))
         ),
     ]
+
+
+# --- metrics ---------------------------------------------------------------------------------------------------------
+
+_COLUMNS = ("packets", "raw", "zeros", "messages", "again")
+
+
+class BoundaryMonitor(Observer):
+    """Metrics of all messages between stages since the last record, over all ranks."""
+
+    def __init__(self) -> None:
+        self._window = Window([f"{phase} {column}" for phase in BOUNDARY_PHASES for column in _COLUMNS])
+
+    def happened(self, iteration: int, what: Sequence[Any]) -> None:
+        for event in what:
+            if isinstance(event, Message):
+                fate, phase = event.fate, event.phase
+                counts = (fate.lost.size, fate.raw, int(fate.lost.sum()), 1, fate.again)
+                self._window.add(**{f"{phase} {column}": value for column, value in zip(_COLUMNS, counts)})
+
+    def metrics(self) -> dict[str, float]:
+        total = self._window.close()
+        result = {}
+        for phase in BOUNDARY_PHASES:
+            packets, raw, zeros, messages, again = (total[f"{phase} {column}"] for column in _COLUMNS)
+            if messages:
+                result[f"loss rate {phase}"] = raw / packets
+                result[f"zero share {phase}"] = zeros / packets
+                result[f"retransmitted share {phase}"] = again / messages
+        return result
