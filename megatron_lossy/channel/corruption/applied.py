@@ -7,7 +7,7 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -111,18 +111,11 @@ def _flip(buffer: torch.Tensor, event: Event, lengths: Sequence[int], firsts: Se
     whole[where] = whole[where] ^ flipped
 
 
-@dataclass(frozen=True)
-class Hit:
+class Hit(NamedTuple):
     """An error as it happened, and the digest of the bucket, or of the owner's shard of it, afterwards."""
 
     event: Event
     digest: bytes
-
-    def row(self) -> dict[str, Any]:
-        """Return the row for the log of events, without stream and rank."""
-        names = ("bucket", "kind", "std", "seed")
-        lists = {"elements": list(self.event.elements), "bits": list(self.event.bits)}
-        return {**{name: getattr(self.event, name) for name in names}, **lists, "digest": self.digest}
 
 
 @dataclass(frozen=True)
@@ -144,11 +137,11 @@ class Reduction:
     def rows(self) -> list[dict[str, Any]]:
         """Return rows for the log of events: one for the reduction, one for each error and each spared bucket."""
         where = {"stream": self.stream.name, "rank": self.rank}
-        return [
-            {**where, "kind": REDUCED, "sizes": list(self.sizes), "width": self.width},
-            *({**where, **hit.row()} for hit in self.hits),
-            *({**where, "kind": SPARED, "bucket": bucket} for bucket in self.spared),
-        ]
+        rows = [{**where, "kind": REDUCED, "sizes": list(self.sizes), "width": self.width}]
+        for event, digest in self.hits:
+            own = {name: getattr(event, name) for name in ("bucket", "kind", "std", "seed")}
+            rows.append({**where, **own, "elements": [*event.elements], "bits": [*event.bits], "digest": digest})
+        return rows + [{**where, "kind": SPARED, "bucket": bucket} for bucket in self.spared]
 
 
 class Errors:
