@@ -172,12 +172,10 @@ def _bytes(values: Any, width: int) -> np.ndarray:
     return np.frombuffer(data, dtype=np.uint8)[ends[0] : ends[-1]].reshape(len(values), width)
 
 
-class LogFile:
-    """One file of the log: the rows of ``rank`` for iterations ``first`` to ``last``, inclusive."""
+class LogFile(LogPath):
+    """One file of the log."""
 
-    def __init__(self, path: Path, rank: int, first: int, last: int) -> None:
-        self.path, self.rank, self.first, self.last = path, rank, first, last
-        self._kept: tuple[int, LogRows] | None = None
+    _kept: tuple[int, LogRows] | None = None
 
     @cached_property
     def _parquet(self) -> Any:
