@@ -201,10 +201,6 @@ class Lossy(Run):
         buckets = (bucket for group in self._bucket_groups() for bucket in group.buckets)
         return next((bucket.grad_data.device for bucket in buckets), torch.device("cpu"))
 
-    @property
-    def streams(self) -> list[LossyGroup]:
-        return self.groups
-
     def replicas(self) -> list[RankReplicas]:
         return [
             RankReplicas(
@@ -248,9 +244,6 @@ class Lossy(Run):
         nodes = {} if self.exchanges.nodes is None else {"nodes of the ranks": " ".join(map(str, self.exchanges.nodes))}
         sizes = {"world size": dist.get_world_size(), **parallel_sizes(), **nodes}
         return {**sizes, **instances, **bucket_sizes([(stream, pairs) for stream, _, pairs in streams])}
-
-    def replica_file(self) -> str:
-        return f"rank_{dist.get_rank():05d}.pt"
 
     def _bucket_groups(self) -> list[Any]:
         return [group for ddp in self.chunks for group in _bucket_groups(ddp)]

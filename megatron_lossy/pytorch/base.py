@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from ..base.errors import UsageError, refuse
 from ..base.exchange import Stream
@@ -215,9 +214,6 @@ class LossyRun(Run):
 
     def _whole_identity(self) -> dict[str, Any]:
         return ({"number of the model": self.number} if self.number else {}) | super()._whole_identity()
-
-    def replica_file(self) -> str:
-        return f"rank_{dist.get_rank():05d}.pt"
 
     # --- the end ---------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,6 @@ second round, and a run that resumes has its buckets from its state, so that it 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -201,27 +200,12 @@ class LossyDDP(LossyRun):
     def streams(self) -> Sequence[ObservedExchanges]:
         return [_RoundExchanges(group) for group in self._lossy]
 
-    def replicas(self) -> list[Any]:
-        return []  # none is sharded
-
-    def settle(self) -> None:
-        """Do nothing: no parameters are under way."""
-
     def living_optimizers(self) -> list[Any]:
         return [SimpleNamespace(optimizer=optimizer) for optimizer in self.optimizers]
-
-    def exchanged_weights(self, model_chunks: Any = None) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
 
     def identity(self) -> dict[str, Any]:
         elements = sum(parameter.numel() for parameter in self.parameters)
         return {"world size": self.ranks.size(), "parameters": elements}
-
-    def exchanged_state(self) -> None:
-        """Return ``None``: replicas are equal."""
-
-    def load_exchanged_state(self, state: None) -> None:
-        """Do nothing."""
 
     def _state(self) -> dict[str, Any]:
         numbers = {id(parameter): number for number, parameter in enumerate(self.parameters)}

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from ..base.registry import MECHANISMS
 from ..channel.corruption.applied import Errors
 from ..config import PHASES, LossyConfig
-from ..run.base import ObservedExchanges
 from ..run.replicas import BucketReplica, RankReplicas, gathered_reliably, load_stale_state, stale_state
 from ..transport import LossyGroup, Network
 from ..transport.sites import Scalars, Sites, make_group
@@ -143,10 +142,6 @@ class LossyFSDP(LossyRun):
 
     @property
     def groups(self) -> list[LossyGroup]:
-        return self._lossy
-
-    @property
-    def streams(self) -> Sequence[ObservedExchanges]:
         return self._lossy
 
     def replicas(self) -> list[RankReplicas]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 from ..base.errors import UsageError, refuse
 from ..base.exchange import Delivery
@@ -121,25 +122,24 @@ class Run(ABC):
     def groups(self) -> list[LossyGroup]:
         """The lossy groups of every worker of this process."""
 
-    @abstractmethod
     def exchanged_weights(self, model_chunks: Any) -> contextlib.AbstractContextManager[None]:
         """Return :meth:`owner_weights` of a run whose exchanges keep them."""
+        return contextlib.nullcontext()
 
     @abstractmethod
     def identity(self) -> dict[str, Any]:
         """Return the settings that must be equal for saved replicas to mean the same, by their names in errors."""
 
-    @abstractmethod
     def exchanged_state(self) -> Any:
         """Return the ``replicas`` of :meth:`replica_state` in a run whose replicas differ only by lost exchanges."""
+        return None
 
-    @abstractmethod
     def load_exchanged_state(self, state: Any) -> None:
         """Restore :meth:`exchanged_state`."""
 
-    @abstractmethod
     def replica_file(self) -> str:
         """Return the name of this process's file of saved replicas."""
+        return f"rank_{dist.get_rank():05d}.pt"
 
     def error_of_missing(self, folder: str | os.PathLike, path: Path) -> UsageError:
         """Return the error that the checkpoint in ``folder`` lacks the saved replicas at ``path``."""
@@ -158,20 +158,19 @@ class Run(ABC):
         return [*(group.wire for group in self.groups), *(carrier for part in self.parts for carrier in part.carriers)]
 
     @property
-    @abstractmethod
     def streams(self) -> Sequence[ObservedExchanges]:
         """Exchanges with deliveries of their own: the groups of a real rank, the streams of a virtual cluster."""
+        return self.groups
 
     @property
     def known_later(self) -> bool:
         """Whether deliveries of an iteration are known only when the next one is under way."""
         return any(group.wire.observed for group in self.groups)
 
-    @abstractmethod
     def replicas(self) -> Sequence[Replicas]:
         """Return each stream's replicas, as they are."""
+        return []
 
-    @abstractmethod
     def settle(self) -> None:
         """Let every replica receive its part of the last update. A collective call."""
 
