@@ -87,27 +87,32 @@ def handle_of(transfer: Transfer, async_op: bool) -> Handle | None:
     return None
 
 
-class Gather:
-    """The gather of one parameter group, bucket ``number`` of ``lossy``. ``clock``: the run, :class:`.LossyFSDP`.
-
-    ``reduce``: the group's reduce-scatter. ``before``: the exchanges that the group had.
-
-    The first gather is reliable; so is one after weights were loaded. After an update, one gather sends something.
-    Until the next update the replica answers, without a byte.
-    """
+class GroupExchange:
+    """An exchange of one parameter group, bucket ``number`` of ``lossy``. ``clock``: the run, :class:`.LossyFSDP`."""
 
     def __init__(self, clock: Any, group: ParameterGroup, lossy: LossyGroup, number: int) -> None:
         self._clock = clock
         self.group = group
         self.lossy = lossy
         self.number = number
+        #: Bytes that this rank has sent to others.
+        self.sent_bytes = 0
+
+
+class Gather(GroupExchange):
+    """The gather. ``reduce``: the group's reduce-scatter. ``before``: the exchanges that the group had.
+
+    The first gather is reliable; so is one after weights were loaded. After an update, one gather sends something.
+    Until the next update the replica answers, without a byte.
+    """
+
+    def __init__(self, clock: Any, group: ParameterGroup, lossy: LossyGroup, number: int) -> None:
+        super().__init__(clock, group, lossy, number)
         self.reduce = Reduce(clock, group, lossy, number)
         self.before = group.exchanges
         self._restarts: int | None = None  # the run's count of restarts, when the replica was gathered
         self._update: int | None = None  # the update that was gathered
         self._version = 0  # of this rank's shard, when optimizers and mechanisms had last written it
-        #: Bytes that this rank has sent to others.
-        self.sent_bytes = 0
 
     @cached_property
     def replica(self) -> torch.Tensor:
@@ -182,16 +187,8 @@ class Gather:
             )
 
 
-class Reduce:
-    """The reduce-scatter of the gradients of one parameter group, bucket ``number`` of ``lossy``. ``clock``: the run."""
-
-    def __init__(self, clock: Any, group: ParameterGroup, lossy: LossyGroup, number: int) -> None:
-        self._clock = clock
-        self.group = group
-        self.lossy = lossy
-        self.number = number
-        #: Bytes that this rank has sent to others.
-        self.sent_bytes = 0
+class Reduce(GroupExchange):
+    """The reduce-scatter of gradients."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return a buffer as torch's own reduce-scatter takes it."""

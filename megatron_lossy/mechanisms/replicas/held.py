@@ -97,9 +97,9 @@ class HeldReplicas(Part, ABC):
         """Return the state, in torch's optimizers, of each of the float32 weights ``own``."""
         return [inner.state.get(main, {}) for main, inner in own]  # loading replaces them
 
-    @abstractmethod
     def models(self, mains: Mains) -> Sequence[Tensors]:
         """Return the weights of each replica's model that are copies of float32 weights."""
+        return []
 
     # --- these replicas and their peers ----------------------------------------------------------------------------
 
