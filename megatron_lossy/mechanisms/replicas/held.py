@@ -12,7 +12,6 @@ from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from ...base.exchange import Exchange
@@ -26,11 +25,6 @@ from .full_replicas import FullReplicas
 from .repair import Buckets
 from .streams import Main, Mains, ReplicaStream, main_parameters, moments_of, renew
 from .synchroniser import Copies, Replica, Tensors
-
-
-def total(values: np.ndarray) -> np.ndarray:
-    """Return the sum of float64[k] over all ranks of the world."""
-    return of_all_ranks(values).sum(axis=0)
 
 
 class HeldReplicas(Part, ABC):
@@ -113,7 +107,9 @@ class HeldReplicas(Part, ABC):
                 replicas = [self._replica(replica, stream, mains) for replica in range(len(peers.local))]
                 copies.append(Copies(stream.stream.name, peers, replicas, partial(self.gradients, number)))
             config, renews = self._run.config, partial(self._renew, mains)
-            self._together = FullReplicas(config, copies, total, renews, self.models(mains))
+            self._together = FullReplicas(
+                config, copies, lambda values: of_all_ranks(values).sum(axis=0), renews, self.models(mains)
+            )
         return self._together
 
     def _replica(self, replica: int, stream: ReplicaStream, mains: Mains) -> Replica:
