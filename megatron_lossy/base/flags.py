@@ -92,6 +92,11 @@ def flag_name(cls: Any, name: str) -> str:
     return options.get("flag", "--" + name.replace("_", "-"))
 
 
+def texts_by_flag(config: Any, settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return ``settings``, values of fields of ``config``, as text by their flags."""
+    return {flag_name(type(config), name): as_text(value) for name, value in settings.items()}
+
+
 def check_choice(config: Any, name: str) -> None:
     """Raise :class:`UsageError` unless the value of ``name``, or each of several, is among the choices of its flag."""
     choices = config.__dataclass_fields__[name].metadata["flag"]["choices"]

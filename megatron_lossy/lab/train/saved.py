@@ -16,7 +16,7 @@ from typing import Any
 from ...base.checkpoints import TRACKER, latest_iteration
 from ...base.errors import cannot, refuse
 from ...base.files import check_folder, write_text, writing
-from ...base.flags import as_text, difference, differences, flag_name, identity, of_flags
+from ...base.flags import difference, differences, flag_name, identity, of_flags, texts_by_flag
 from ...base.jobs import Jobs
 from ...config import LossyConfig
 from ..data import epochs
@@ -50,8 +50,7 @@ def shared_settings(config: TrainConfig, data: list[Any]) -> dict[str, str]:
     """Return the settings that must be alike in jobs that average weights, by flag. ``data``: their fingerprint."""
     own = {name: value for name, value in identity(config).items() if name not in _OWN}
     text = blake2b(json.dumps(data).encode(), digest_size=8).hexdigest()
-    flags = {flag_name(type(config), name): as_text(value) for name, value in own.items()}
-    return flags | {"--data-path": f"(digest of its text {text})"}
+    return texts_by_flag(config, own) | {"--data-path": f"(digest of its text {text})"}
 
 
 def in_folders_of_job(config: TrainConfig, jobs: Jobs, job: int) -> TrainConfig:
