@@ -162,11 +162,6 @@ class Run(ABC):
         """Exchanges with deliveries of their own: the groups of a real rank, the streams of a virtual cluster."""
         return self.groups
 
-    @property
-    def known_later(self) -> bool:
-        """Whether deliveries of an iteration are known only when the next one is under way."""
-        return any(group.wire.observed for group in self.groups)
-
     def replicas(self) -> Sequence[Replicas]:
         """Return each stream's replicas, as they are."""
         return []
@@ -241,7 +236,7 @@ class Run(ABC):
         for observer in self.observers if happened else ():
             observer.happened(self.iteration, happened)
         self._unreported = (self.iteration, successful, all_reduced)
-        if not self.known_later:
+        if not any(group.wire.observed for group in self.groups):  # else they are known in the next one
             self.tell_observers(self._settled_replicas)
         self.iteration += 1
         for group in self.groups:

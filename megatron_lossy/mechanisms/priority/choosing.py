@@ -135,7 +135,8 @@ class Priority:
         if self.always is not None:
             high |= to_device(self.always & crossing[:, None], sizes.device)
         if self.protection.kind == "packet-mean":
-            choose_top_(high, keys, share_of(len(rows) * self.units.count, self.protection.fraction))
+            units = len(rows) * self.units.count
+            choose_top_(high, keys, int(self.protection.fraction * units + 0.5))
         elif self.protection.kind != "none" and len(rows):
             places = to_device(self._sample(buffer, rows, exchange), buffer.device)
             high |= keys >= quantile(buffer[places].abs().float(), 1 - self.protection.fraction)
@@ -169,11 +170,6 @@ def _sums(view: torch.Tensor) -> torch.Tensor:
             part = shard[first : first + most]
             torch.sum(part.abs(), dim=-1, dtype=torch.float32, out=sums[first : first + most])
     return result
-
-
-def share_of(count: int, fraction: float) -> int:
-    """Return ``fraction`` of ``count``, rounded."""
-    return int(fraction * count + 0.5)
 
 
 def keys_of(sizes: torch.Tensor, left_out: int | None) -> torch.Tensor:
