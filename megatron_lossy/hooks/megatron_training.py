@@ -251,7 +251,7 @@ def _twice(data_iterator: Any) -> tuple[Any, Any]:
     if isinstance(data_iterator, list):
         pairs = [_twice(item) for item in data_iterator]
         return [first for first, _ in pairs], [second for _, second in pairs]
-    return itertools.tee(data_iterator)
+    return itertools.tee(map(next, itertools.repeat(data_iterator)))  # Megatron's have `__next__` and no `__iter__`
 
 
 def evaluate(
