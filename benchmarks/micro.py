@@ -75,7 +75,6 @@ def log() -> list[list[Any]]:
         "shard": ({}, 1000),
         "bucket": ({"loss_unit": "bucket"}, 100),
         "packet, digests": ({"loss_unit": "packet", "packet_bytes": PACKET}, 100),
-        "packet, bitmaps": ({"loss_unit": "packet", "packet_bytes": PACKET, "delivery_log_bitmaps": True}, 20),
     }
     rows: list[list[Any]] = [["unit", "units per link", "loss rate", "iterations", "bytes per iteration", "ms"]]
     for (name, (flags, iterations)), rate in itertools.product(cases.items(), (0.1, 0.4)):

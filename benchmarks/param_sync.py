@@ -47,7 +47,7 @@ class ReplicaSettings(Settings):
 
 def variants(interval: int) -> dict[str, dict[str, Any] | None]:
     """Return flags by variant; None is unhooked megatron-core."""
-    averages = {"param_sync_interval": interval, "param_sync_always": True}
+    averages = {"param_sync_interval": interval, "param_sync_state": "params:always"}
     return {
         BASELINE: None,
         AGAIN: None,

@@ -158,18 +158,18 @@ def _models() -> Iterator[Case]:
 def _replay() -> Iterator[Case]:
     """Yield a delivery log that is written and replayed with another seed, on ranks and on virtual workers."""
     record = {
-        "shard": (LOSS, ""),
-        "bucket": (BURSTS, ""),
-        "packet": (LOSS, ""),
-        "packet bitmaps": (BURSTS, "--delivery-log-bitmaps"),
+        "shard": LOSS,
+        "bucket": BURSTS,
+        "packet": LOSS,
+        "packet in bursts": BURSTS,
     }
-    for unit, (loss, how) in record.items():
+    for unit, loss in record.items():
         same = f"{UNITS[unit.split()[0]]} {OVERLAPS['both']} {BOTH}"
         replay = f"{same} --loss-model trace --trace log --loss-seed 9"
-        runs = (f"{same} {loss} --delivery-log log {how}", f"{replay} --save again --delivery-log log2")
+        runs = (f"{same} {loss} --delivery-log log", f"{replay} --save again --delivery-log log2")
         yield Case(f"replay/{unit}", 2, runs, quick=unit == "packet")
         virtual = f"--virtual-workers 4 --grad-recovery previous {same}"
-        runs = (f"{virtual} {loss} --delivery-log log {how}", f"--virtual-workers 4 {replay} --save again")
+        runs = (f"{virtual} {loss} --delivery-log log", f"--virtual-workers 4 {replay} --save again")
         yield Case(f"replay/{unit}, virtual", 0, runs)
     archive = f"--loss-model trace --trace ../data/trace.npz {UNITS['shard']} {ON}"
     yield Case("replay/archive", 2, (archive,))
@@ -230,7 +230,7 @@ def _mechanisms() -> Iterator[Case]:
             yield from _resumed(f"islands/{form}, {name}", ranks, f"{how} {islands} {flags}", kept="--save-replicas")
         else:
             yield Case(f"islands/{form}, {name}", ranks, (f"{how} {islands} {flags} --delivery-log log",))
-    errors = "--grad-error gaussian --grad-error-relative 1"
+    errors = "--grad-error gaussian:1rms"
     replicas = {
         "averaged": f"{errors} --param-sync-interval 2 --param-sync-rule snr --replica-check log",
         "averaged late": f"{errors} --param-sync-interval 2 --param-sync-overlap",

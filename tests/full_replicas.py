@@ -6,7 +6,8 @@ import numpy as np
 import torch
 
 from megatron_lossy.base.exchange import Exchange, Stream
-from megatron_lossy.channel.corruption import apply, make_corruption
+from megatron_lossy.channel.corruption import make_corruption
+from megatron_lossy.channel.corruption.applied import apply
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.mechanisms.replicas.repair import compare, repair
 from megatron_lossy.mechanisms.replicas.synchroniser import Copies, Replica, Synchroniser

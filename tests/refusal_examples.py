@@ -9,7 +9,7 @@ ACT = {"p_act": 0.1}
 VIRTUAL = ACT | {"virtual_boundaries": (1, 3)}
 ASYNC = {"async_pipeline": True}
 STAGES = ASYNC | {"virtual_stages": 2}
-NOISE = {"grad_error": "gaussian", "grad_error_relative": 1.0}
+NOISE = {"grad_error": "gaussian:1rms"}
 AVERAGED = {"param_sync_interval": 5}
 FIRST = PACKETS | {"grad_priority": "packet-mean"}
 FEEDBACK = UDP | {"grad_recovery": "error-feedback"}
@@ -227,11 +227,6 @@ REPLICAS = [
     (PARAM | {"replica_check": "log"}, {}, f"--replica-check log: {_UPDATES}"),
     (PARAM | NOISE, {}, f"--grad-error-at broadcast: {_UPDATES}"),
     ({"grad_error": "gaussian:0.5"}, {"per_token_loss": True}, "--grad-error gaussian:0.5: gradients are sums over"),
-    (
-        {"grad_error": "gaussian", "grad_error_burst": (5, 0.25)},
-        {"per_token_loss": True},
-        "--grad-error-burst 5 0.25: gradients are sums over tokens where errors hit them",
-    ),
     (AVERAGED | {"param_sync_rule": "snr"}, {"per_token_loss": True}, "--param-sync-rule snr: gradients are sums"),
     (AVERAGED, SHARDED, f"--param-sync-interval 5: {_WHOLE}; with the distributed optimizer the all-gather already"),
     ({"replica_check": "log"}, SHARDED, f"--replica-check log: {_WHOLE}; with the distributed optimizer each"),

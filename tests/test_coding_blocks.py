@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_lossy.base import native
-from megatron_lossy.base.coding import compiled
+from megatron_lossy.base.coding import block_bytes, compiled
 from megatron_lossy.base.coding.blocks import BlockCode, uniforms
 from megatron_lossy.base.exchange import cut
 from tests.reference import block_payload, block_scale, block_values, hashed_uniforms
@@ -188,7 +188,7 @@ def test_uniforms_are_uniform_and_independent_between_keys_and_elements():
 def test_a_datagram_of_1408_bytes(bits, elements, size):
     code = BlockCode(bits, 128)
     assert (code.elements(1408), code.size(elements)) == (elements, size)
-    assert code.elements(code.block_bytes - 1) == 0
+    assert code.elements(block_bytes(code.bits, code.block) - 1) == 0
 
 
 def test_the_page_has_the_elements_of_a_packet():

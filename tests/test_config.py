@@ -54,7 +54,6 @@ def test_flags_are_grouped_by_mechanism(cls):
         (["--loss-seed", "-1"], "--loss-seed -1"),
         (["--async-pipeline", "--virtual-stages", "0"], "--virtual-stages 0: must be at least 1"),
         (["--drift-interval", "-1"], "--drift-interval -1: must be at least 0"),
-        (["--delivery-log-bitmaps"], "--delivery-log-bitmaps on: needs --delivery-log"),
         (["--loss-model", "per-link"], "per-link:FILE"),
         (["--loss-model", "trace"], "--trace PATH"),
         (["--loss-model", "bernoulli", "bernoulli", "trace"], "--loss-model bernoulli bernoulli trace"),
@@ -223,7 +222,7 @@ def test_megatrons_parser_says_what_unknown_flags_may_be_meant_for(capsys):
 def test_every_question_to_a_section_has_an_answer_of_all_together():
     questions = {name for name, value in vars(Flags).items() if callable(value) and name[0] != "_"}
     assert questions <= vars(LossyConfig).keys()
-    config = LossyConfig(grad_error="gaussian", grad_error_relative=1.0, p_act=0.1, loss_correlation="source")
+    config = LossyConfig(grad_error="gaussian:1rms", p_act=0.1, loss_correlation="source")
     assert config.notes_beside() and config.notes() and "no losses are drawn" in config.idle()
 
 

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.base.exchange import Exchange, Stream
-from megatron_lossy.channel.corruption import Errors, apply, digest, make_corruption
+from megatron_lossy.channel.corruption import make_corruption
+from megatron_lossy.channel.corruption.applied import Errors, apply, digest
 from megatron_lossy.channel.corruption.bit_flip import check_bits
 from megatron_lossy.channel.draws import _exchange_word
 from megatron_lossy.config import LossyConfig
@@ -59,7 +60,7 @@ def test_the_seed_of_noise_is_a_word_of_philox():
 @settings(deadline=None, max_examples=40)
 def test_relative_noise_is_as_long_as_it_says_and_can_be_made_again(std, unit, seed):
     """The record, applied again, gives the same bits."""
-    [*_, event] = model(grad_error="gaussian", grad_error_relative=std).events(exchange(), 0, SIZES, 32)
+    [*_, event] = model(grad_error=f"gaussian:{std}rms").events(exchange(), 0, SIZES, 32)
     buffer = unit * buffers(seed=seed)[2]
     before, again = buffer.clone(), buffer.clone()
     happened = apply(buffer, event, unit)
@@ -72,7 +73,7 @@ def test_relative_noise_is_as_long_as_it_says_and_can_be_made_again(std, unit, s
 
 
 def test_nothing_is_relative_to_no_gradient_or_to_an_infinite_one():
-    event = model(grad_error="gaussian", grad_error_relative=1.0).events(exchange(), 0, SIZES, 32)[0]
+    event = model(grad_error="gaussian:1rms").events(exchange(), 0, SIZES, 32)[0]
     for value in (0.0, float("inf"), float("nan")):
         buffer = torch.full((100,), value)
         before = buffer.clone()
@@ -82,21 +83,20 @@ def test_nothing_is_relative_to_no_gradient_or_to_an_infinite_one():
 
 @pytest.mark.parametrize("dtype", TYPES.values(), ids=str)
 def test_noise_of_any_allowed_size_can_be_added(dtype):
-    for flags, unit in (({"grad_error": "gaussian:3e38"}, 65536.0), ({"grad_error_relative": 3e38}, 1.0)):
-        [event] = model(**{"grad_error": "gaussian"} | flags).events(exchange(), 0, [100], 32)
+    for noise, unit in (("gaussian:3e38", 65536.0), ("gaussian:3e38rms", 1.0)):
+        [event] = model(grad_error=noise).events(exchange(), 0, [100], 32)
         buffer = torch.full((100,), 1e3, dtype=dtype)
         happened = apply(buffer, event, unit)
         assert not torch.isfinite(buffer).all() and (buffer != 1e3).any() and happened.std > 1e38
 
 
 def test_bursts_replace_the_noise_of_every_nth_iteration():
-    flags = dict(grad_error="gaussian", grad_error_burst=(5, 9.0))
-    base = model(**flags | {"grad_error": "gaussian:0.5"})
+    base = model(grad_error="gaussian:0.5,5,9.0")
     assert [base.events(exchange(t), 0, SIZES, 32)[0].std for t in range(11)] == [0.5] * 4 + [9] + [0.5] * 4 + [9, 0.5]
-    alone = model(grad_error_relative=0.0, **flags)
+    alone = model(grad_error="gaussian:0rms,5,9.0")
     hit = [alone.events(exchange(t), 0, SIZES, 32) for t in range(10)]
     assert [len(events) for events in hit] == [0, 0, 0, 0, 3] * 2 and all(event.relative for event in hit[4])
-    assert not model(**flags).events(exchange(4), 0, SIZES, 32)[0].relative
+    assert not model(grad_error="gaussian:0,5,9.0").events(exchange(4), 0, SIZES, 32)[0].relative
 
 
 @pytest.mark.parametrize("width", TYPES)
@@ -175,9 +175,7 @@ def test_tensor_parallel_peers_and_tied_embeddings_are_hit_alike():
     assert seeds(kind="embedding") == seeds(kind="embedding", stage=3) != seeds()
 
 
-@pytest.mark.parametrize(
-    "flags", [dict(grad_error="gaussian", grad_error_relative=2.0), dict(grad_error="bit-flip:90")]
-)
+@pytest.mark.parametrize("flags", [dict(grad_error="gaussian:2rms"), dict(grad_error="bit-flip:90")])
 def test_padding_is_never_hit(flags):
     ranges = [(0, 30), (40, 41), (50, 100)]
     [event] = model(**flags).events(exchange(), 0, (81,), 32)
@@ -192,7 +190,7 @@ def test_padding_is_never_hit(flags):
 def test_what_happened_is_told_once():
     """Also that nothing did, and that an error in units of no gradient was nothing."""
     ranges = [np.array([[0, size]]) for size in SIZES]
-    errors = Errors(model(grad_error="gaussian", grad_error_relative=1.0, grad_error_rate=0.5), 1, ranges, 32)
+    errors = Errors(model(grad_error="gaussian:1rms", grad_error_rate=0.5), 1, ranges, 32)
     hits = []
     for t in range(20):
         for bucket, buffer in enumerate(buffers()):
@@ -206,22 +204,21 @@ def test_what_happened_is_told_once():
 
 REFUSED = [
     (dict(grad_error="noise"), "--grad-error noise: must be one of none, gaussian, bit-flip"),
-    (dict(grad_error="gaussian"), "--grad-error gaussian: needs gaussian:STD or"),
-    (dict(grad_error="gaussian:0.0"), "--grad-error gaussian:0.0: needs"),
+    (dict(grad_error="gaussian"), "--grad-error gaussian: must be gaussian:STD or"),
+    (dict(grad_error="gaussian:0.0"), "--grad-error gaussian:0.0: must be finite"),
     (dict(grad_error="gaussian:-1.0"), "--grad-error gaussian:-1.0: must be finite"),
     (dict(grad_error="gaussian:nan"), "--grad-error gaussian:nan: must be finite"),
-    (dict(grad_error="gaussian", grad_error_relative=float("inf")), "--grad-error-relative inf: must be"),
+    (dict(grad_error="gaussian:infrms"), "--grad-error gaussian:infrms: must be finite"),
     (dict(grad_error="gaussian:1e39"), "--grad-error gaussian:1e39: must be finite in float32 (at most 3.4e+38)"),
-    (dict(grad_error="gaussian:1.0", grad_error_relative=1.0), "cannot be combined with --grad-error gaussian:1.0"),
-    (dict(grad_error="gaussian", grad_error_burst=(9, 0.0)), "--grad-error-burst 9 0.0: must be a whole number"),
-    (dict(grad_error="gaussian:1.0", grad_error_burst=(1.5, 1.0)), "must be a whole number"),
-    (dict(grad_error="gaussian:1.0", grad_error_burst=(-1, 1.0)), "of at least 1"),
+    (dict(grad_error="gaussian:0,9,0.0"), "--grad-error gaussian:0,9,0.0: must be finite"),
+    (dict(grad_error="gaussian:1.0,1.5,1.0"), "must be gaussian:STD or gaussian:STD,N,MORE"),
+    (dict(grad_error="gaussian:1.0,-1,1.0"), "with N at least 1"),
     (dict(grad_error="gaussian:1.0", grad_error_rate=1.5), "--grad-error-rate 1.5: must be in [0, 1]"),
     (dict(grad_error="gaussian:1.0", grad_error_rate=float("nan")), "must be in [0, 1]"),
     (dict(grad_error="gaussian:1.0", grad_error_ranks=(1, 1)), "--grad-error-ranks 1 1: must be different"),
     (dict(grad_error="gaussian:1.0", grad_error_ranks=(-1,)), "--grad-error-ranks -1: must be"),
     (dict(grad_error="gaussian:1.0", grad_error_at="owner"), "--grad-error-at owner: must be one of"),
-    (dict(grad_error="gaussian:much"), "--grad-error gaussian:much: must be gaussian or gaussian:STD"),
+    (dict(grad_error="gaussian:much"), "--grad-error gaussian:much: must be gaussian:STD"),
     (dict(grad_error="bit-flip:0"), "--grad-error bit-flip:0: must be bit-flip, bit-flip:K or"),
     (dict(grad_error="bit-flip:1,3,32"), "--grad-error bit-flip:1,3,32: needs 0 <= LOW <= HIGH <= 31"),
     (dict(grad_error="bit-flip:1,5,4"), "--grad-error bit-flip:1,5,4: needs"),

@@ -41,7 +41,7 @@ UNITS = {
     "shard": {},
     "bucket": {"loss_unit": "bucket"},
     "digests": {"loss_unit": "packet", "packet_bytes": 16},
-    "bitmaps": {"loss_unit": "packet", "packet_bytes": 16, "delivery_log_bitmaps": True},
+    "bitmaps": {"loss_unit": "packet", "packet_bytes": 16, "transport": "udp"},
 }
 SHARDS = (5, 17, 60)  # elements of the shards of three buckets
 LOSSY = {"p_grad": 0.4, "p_param": 0.3}
@@ -326,7 +326,7 @@ def test_a_flag_that_a_log_does_not_know_had_its_default(tmp_path, unit):
     run = {"hidden_size": 64}
     claim_delivery_log(config, 3, False, run)
     truth = write(tmp_path, config, 3, 6, skipped={4}, ranks=range(3))
-    assert of_an_earlier_version(tmp_path).keys() == LOSSY.keys() | UNITS[unit].keys() - {"delivery_log_bitmaps"}
+    assert of_an_earlier_version(tmp_path).keys() == LOSSY.keys() | UNITS[unit].keys()
     found = verdict(tmp_path)
     assert found.problems == [] and found.rows == len(table(tmp_path))
     for exchange, arrived in truth.items():
@@ -349,7 +349,7 @@ def verdict(folder):
 
 def broken(folder, damage):
     """A log of 3 ranks and 9 iterations in files of 3, whose middle file of rank 1 ``damage`` changes."""
-    flags = {"loss_unit": "packet", "packet_bytes": 4, "delivery_log_bitmaps": True}
+    flags = {"loss_unit": "packet", "packet_bytes": 4, "transport": "udp"}
     config = LossyConfig(**LOSSY, **flags, delivery_log="later")
     write(folder, config, 3, 9, ranks=range(3), chunk=3)
     path = folder / "rank_00001_000000003_000000005.parquet"

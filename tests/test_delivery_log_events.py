@@ -15,19 +15,18 @@ from megatron.core import parallel_state
 from megatron_lossy import hooks
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.base.exchange import Exchange, Stream
-from megatron_lossy.channel.corruption import Errors, make_corruption
+from megatron_lossy.channel.corruption import make_corruption
+from megatron_lossy.channel.corruption.applied import Errors
 from megatron_lossy.config import LossyConfig, given
 from megatron_lossy.delivery_log.__main__ import main
 from megatron_lossy.delivery_log.events import EventLog, event_files
 from megatron_lossy.delivery_log.reader import DeliveryLogFolder
 from megatron_lossy.delivery_log.schema import pack, unpack
 from megatron_lossy.delivery_log.writer import DeliveryLog, claim_delivery_log
-from megatron_lossy.lab.delivery_log.summary import summary_text
+from megatron_lossy.lab.delivery_log.summary import message_totals, summary_text
 from megatron_lossy.lab.delivery_log.verify import verify, verify_events
 from megatron_lossy.lab.virtual import VirtualCluster
-from megatron_lossy.mechanisms.boundaries.events import Crossed, totals
-from megatron_lossy.mechanisms.boundaries.loss import Boundary
-from megatron_lossy.mechanisms.boundaries.messages import Messages
+from megatron_lossy.mechanisms.boundaries.messages import Boundary, Messages
 from megatron_lossy.mechanisms.replicas.full_replicas import Mismatch
 from megatron_lossy.mechanisms.replicas.synchroniser import Synchronisation
 from megatron_lossy.run.base import make_observers
@@ -49,11 +48,10 @@ KEPT = {"replica_check": "repair", "param_sync_interval": 4}
 MESSAGES = given(BOTH)
 KINDS = {
     "noise": {"grad_error": "gaussian:0.5"} | KEPT,
-    "relative": {"grad_error": "gaussian", "grad_error_relative": 2.0, "grad_error_rate": 0.8} | KEPT,
+    "relative": {"grad_error": "gaussian:2rms", "grad_error_rate": 0.8} | KEPT,
     "flips": {"grad_error": "bit-flip:4", "grad_error_rate": 0.5} | KEPT,
     "reduce": {"grad_error": "bit-flip", "grad_error_at": "reduce", "grad_error_ranks": (0, 2)} | KEPT,
     "messages": MESSAGES,
-    "bitmaps": MESSAGES | {"delivery_log_bitmaps": True},
 }
 ERRORS = [name for name in KINDS if "grad_error" in KINDS[name]]
 
@@ -93,11 +91,9 @@ def messages_of(config, ranks):
             messages.begin(step, 3)
             places = itertools.product(range(3), ("act", "act-grad"), (Boundary(1, 1, 4), Boundary(2, 3, 4)), (0, 1))
             for number, phase, boundary, rank in places:
-                fate = messages.next(phase, boundary, rank, 0, step, 40 + 7 * number)
-                message = messages.identify(phase, boundary, rank, None, step, False)
-                found.append(Crossed(message, fate, config.delivery_log_bitmaps))
-            evaluation = messages.identify("act", Boundary(1, 1, 4), 0, None, step, True)
-            found.append(Crossed(evaluation, fate, True))  # leaves no trace
+                found.append(messages.next(phase, boundary, rank, None, step, 40 + 7 * number))
+            # Leaves no trace:
+            found.append(messages.next("act", Boundary(1, 1, 4), 0, None, step, 40, evaluation=True))
         return {0: found}
 
     return events
@@ -151,18 +147,17 @@ def test_what_was_written_is_good(tmp_path, kind, alone):
     assert ("spared" in kinds) == (kind == "relative") and ({"mismatch", "sync"} < set(kinds)) == (kind in ERRORS)
 
 
-@pytest.mark.parametrize("kind", ["messages", "bitmaps"])
-def test_rows_are_what_became_of_messages(tmp_path, kind):
+def test_rows_are_what_became_of_messages(tmp_path):
     """And they are summed up by phase and stream."""
-    fates = [event.fate for event in record(tmp_path, kind) if not event.message.evaluation]
+    fates = [message.fate for message in record(tmp_path, "messages") if not message.evaluation]
     rows = event_rows(tmp_path)
     assert len(rows) == len(fates) == 10 * 3 * 2 * 2 * 2
     expected = [(fate.raw, fate.raw - fate.residual, fate.again, fate.lost.sum()) for fate in fates]
     assert [(row["lost"], row["repaired"], row["again"], row["zeros"]) for row in rows] == expected
     assert all(sum(column) > 0 for column in zip(*expected))
     expected = sorted(pack(~fate.lost[None])[0].tobytes() for fate in fates if fate.lost.any())
-    assert sorted(row["bitmap"] for row in rows if row["bitmap"] is not None) == (expected if kind == "bitmaps" else [])
-    found = totals((0, row) for row in rows)
+    assert sorted(row["bitmap"] for row in rows if row["bitmap"] is not None) == expected
+    found = message_totals((0, row) for row in rows)
     for (phase, stream), total in found.items():
         mine = [row for row in rows if (row["kind"], row["stream"]) == (phase, stream)]
         assert total["messages"] == len(mine) == 30
@@ -209,7 +204,7 @@ TAMPERED = {
     "iteration": ("flips", 0, first_of("bit-flip", iteration=7), "has records of iteration 7"),
     "a missing error": ("flips", 0, without("bit-flip"), CONTENT),
     "all is missing": ("noise", 0, list.clear, CONTENT),
-    "no bitmap": ("bitmaps", 1, first_of(lambda row: row["bitmap"], bitmap=None), CONTENT),
+    "no bitmap": ("messages", 1, first_of(lambda row: row["bitmap"], bitmap=None), CONTENT),
 }
 
 
@@ -331,7 +326,7 @@ def with_log(config, folder, **flags):
 
 
 def assert_as_drawn(rows, tiny, config, steps=3):
-    """Each message by the plain reference. ``rows`` of one replica, with bitmaps."""
+    """Each message by the plain reference. ``rows`` of one replica."""
     stages = tiny.pipeline * (tiny.virtual or 1)
     found = {(row["iteration"], row["kind"], row["stream"], row["message"]): row for row in rows}
     for step, phase, stage, number in itertools.product(
@@ -349,7 +344,7 @@ def assert_as_drawn(rows, tiny, config, steps=3):
 def test_stages_and_one_process_write_the_same(tmp_path):
     """And it is what is drawn, training alone, though evaluations in between lose something as well."""
     stages, one = (tmp_path / name for name in ("stages", "one"))
-    flags = {"act_loss_in_eval": True, "delivery_log_bitmaps": True}
+    flags = {"act_loss_in_eval": True}
     run_ranks(trained, 2, PLAIN, with_log(BOTH, stages, **flags), 3, None, True)
     single = dataclasses.replace(PLAIN, pipeline=1)
     run_ranks(trained, 1, single, with_log(BOTH, one, **flags, virtual_boundaries=(1,)), 3, None, True)
@@ -384,7 +379,7 @@ def test_copies_of_tensor_parallelism(tmp_path, sequence, names):
     run_ranks(allowed, 4, tiny, with_log(BOTH, tmp_path))
     assert problems_of(tmp_path) == []
     files = event_files(tmp_path)
-    total = totals((file.rank, row) for file in files for row in event_rows(file.path))
+    total = message_totals((file.rank, row) for file in files for row in event_rows(file.path))
     streams = sorted({stream for _, stream in total})
     assert len(streams) == len(names) and all(stream.endswith(name) for stream, name in zip(streams, names))
     assert {summed["messages"] for summed in total.values()} == {6}

@@ -236,7 +236,7 @@ def refused(config, **settings):
     return ""
 
 
-NOISE = {"grad_error": "gaussian", "grad_error_relative": 1.0}
+NOISE = {"grad_error": "gaussian:1rms"}
 
 
 def test_full_replicas_that_can_differ_have_no_loss_scale():

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.mechanisms.boundaries import zero_fill
-from megatron_lossy.mechanisms.boundaries.loss import Boundary, BoundaryLoss
-from megatron_lossy.mechanisms.boundaries.messages import Messages, order
+from megatron_lossy.mechanisms.boundaries.messages import Boundary, BoundaryLoss, Messages, order
 from megatron_lossy.mechanisms.boundaries.zero_fill import elements_of, lossy, zero_filled
 from megatron_lossy.recovery import IndexedRows, MaskedRows
 from tests.boundaries import boundary_lost
@@ -73,7 +72,7 @@ def test_messages_are_numbered_on_and_lose_what_the_generator_says(phase):
             for number in range(4):
                 for boundary in (EARLY, LATE):
                     for rank, tensor in ((0, 0), (3, 0), (3, 1)):
-                        lost = messages.next(phase, boundary, rank, tensor, step, 130).lost
+                        lost = messages.next(phase, boundary, rank, tensor, step, 130).fate.lost
                         expected = boundary_lost(config, phase, boundary, rank, tensor, step, number, 130)
                         np.testing.assert_array_equal(lost, expected)
 

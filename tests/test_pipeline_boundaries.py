@@ -23,8 +23,8 @@ from megatron_lossy.hooks.facts import of_communicator
 from megatron_lossy.hooks.versions import decoder_layers
 from megatron_lossy.lab.delivery_log.verify import verify, verify_events
 from megatron_lossy.lab.virtual import VirtualCluster
-from megatron_lossy.mechanisms.boundaries.hooks import Boundaries
-from megatron_lossy.mechanisms.boundaries.loss import Boundary
+from megatron_lossy.mechanisms.boundaries.hooks import StageBoundaries
+from megatron_lossy.mechanisms.boundaries.messages import Boundary
 from tests import contract
 from tests.boundaries import boundary_lost, boundary_rows
 from tests.ranks import run_ranks
@@ -264,7 +264,7 @@ def test_boundaries_within_a_node_are_reliable():
 
 
 def warnings_of(rank, tiny, config):
-    said, logger = [], logging.getLogger("megatron_lossy.mechanisms.boundaries.part")
+    said, logger = [], logging.getLogger("megatron_lossy.mechanisms.boundaries.hooks")
     logger.warning = lambda text, *args: said.append(text % args)
     hooks.install(config)
     build(tiny)
@@ -326,7 +326,7 @@ def named(run):
 def trained(rank, tiny, config, steps, stages=None, workers=None):
     """Losses, and the weights by their name in the whole model, from initial weights that depend on the name."""
     if stages is not None:
-        Boundaries.attach = functools.partialmethod(Boundaries.attach, stages=stages)
+        StageBoundaries.add_layers = functools.partialmethod(StageBoundaries.add_layers, stages=stages)
     cluster = VirtualCluster(config, workers) if workers else None
     lossy = cluster or hooks.install(config)
     run = build(tiny, cluster)

@@ -129,9 +129,7 @@ def test_full_replicas(megatron_lm, tmp_path):
     lines, done = pretrain(megatron_lm, *watched, distributed=False)
     assert len(bare) == 24 and lines == bare
     assert re.search(r"param syncs: 0 \| param sync interval: 3", done.stdout)
-    errors = (
-        shlex.split("--grad-error gaussian --grad-error-relative 1 --eval-weights both --save-replicas") + watched[:2]
-    )
+    errors = shlex.split("--grad-error gaussian:1rms --eval-weights both --save-replicas") + watched[:2]
     whole, done = pretrain(megatron_lm, *errors, "--overlap-grad-reduce", distributed=False)
     assert "param syncs: 1 |" in done.stdout and "(owner weights)" in done.stdout and whole[:-4] != bare[:-4]
     folder = ["--save", tmp_path, "--load", tmp_path, "--save-interval", 8, "--ckpt-format", "torch_dist"]

@@ -200,7 +200,7 @@ def test_lost_gradients_drive_replicas_apart_and_averages_keep_them_together(poo
 
 
 def test_gradients_that_differ_are_repaired(pool):
-    config = LossyConfig(grad_error="gaussian", grad_error_relative=1.0, grad_error_ranks=(1,), replica_check="repair")
+    config = LossyConfig(grad_error="gaussian:1rms", grad_error_ranks=(1,), replica_check="repair")
     repaired = pool.run(plain, 3, config, 10, {})
     assert apart(repaired) == 0
     broken = dataclasses.replace(config, replica_check="none", param_sync_interval=10**6)

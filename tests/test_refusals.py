@@ -10,10 +10,10 @@ import torch
 
 from megatron_lossy import __main__ as command
 from megatron_lossy.base.errors import UsageError
-from megatron_lossy.base.registry import MECHANISMS, REFUSALS
+from megatron_lossy.base.registry import MECHANISMS
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.config.facts import Facts
-from megatron_lossy.config.refusal import RefusalError, Section, check_refusals, sections
+from megatron_lossy.config.refusal import RefusalError, check_refusals, sections
 from megatron_lossy.hooks.facts import of_arguments, of_model
 from megatron_lossy.lab.train.config import TrainConfig
 from megatron_lossy.lab.train.facts import of_trainer
@@ -187,16 +187,9 @@ def test_checks_guess_no_attribute(path):
         assert not names & {"getattr", "hasattr"}, file
 
 
-#: As a package of somebody else would have it.
-THEIRS = Section("tests", "Of a test", "--p-grad | 70 layers | is 70 layers deep", lambda c, f: f.layers == 70)
-
-
-def test_another_package_adds_a_section_after_those_of_the_core(monkeypatch):
-    monkeypatch.setitem(REFUSALS.__dict__, "_targets", {**REFUSALS.built_in, "tests": f"{__name__}:THEIRS"})
+def test_those_of_the_core_come_first():
     with_rows = [name for name in MECHANISMS if name != "lead"]
-    assert [section.name for section in sections()] == [*REFUSALS.built_in, "tests", *with_rows]
-    assert str(refused({"p_grad": 0.1}, {"layers": 70})) == "--p-grad 0.1: is 70 layers deep"
-    assert str(refused({"p_grad": 0.1}, {"layers": 70, "largest_group": 1})).startswith("data-parallel size 1")
+    assert [section.name for section in sections()] == ["core", "pytorch", "transport", "workers", "sites", *with_rows]
 
 
 ROOT = Path(__file__).parents[1]

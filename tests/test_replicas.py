@@ -25,7 +25,7 @@ pytestmark = pytest.mark.shows(
 
 STEPS = 6
 TRAINED = ("loss", "norm", "weights")
-NOISE = LossyConfig(grad_error="gaussian", grad_error_relative=1.0)
+NOISE = LossyConfig(grad_error="gaussian:1rms")
 BUCKETS = {"overlap_grad_reduce": True, "bucket_size": 4000}
 
 
@@ -109,10 +109,10 @@ def test_replicas_without_errors_are_megatrons(size, pool):
 HALVES = full(dtype="bf16", **BUCKETS)
 CASES = {
     "noise": (full(), NOISE),
-    "noise, bf16, buckets": (HALVES, changed(grad_error="gaussian:1e-3", grad_error_relative=None)),
+    "noise, bf16, buckets": (HALVES, changed(grad_error="gaussian:1e-3")),
     "of the reduction": (full(), changed(grad_error_at="reduce")),
     "now and then": (full(accumulation=2), changed(grad_error_rate=0.5, grad_error_ranks=(1,))),
-    "bursts": (full(), changed(grad_error_burst=(3, 9.0))),
+    "bursts": (full(), changed(grad_error="gaussian:1rms,3,9.0")),
     "flips": (full(dtype="bf16"), LossyConfig(grad_error="bit-flip:3,0,29")),
     "mean": (full(), changed(param_sync_interval=2)),
     "mean, bf16, of all": (full(dtype="bf16"), changed(param_sync_interval=2, param_sync_state="all")),
@@ -244,7 +244,7 @@ def overflows(rank, tiny, config):
 
 
 def test_an_update_that_all_skip_does_not_count(pool):
-    config = changed(param_sync_interval=3, param_sync_always=True, replica_check="repair")
+    config = changed(param_sync_interval=3, param_sync_state="params:always", replica_check="repair")
     told = pool.run(overflows, 3, SCALED["constant"], config)
     for success, averaged, weights in told:
         assert success == [True, False, True, True] and averaged == [0, 0, 0, 1]

@@ -9,7 +9,7 @@ from tests.trainer import TINY, checkpoint_bytes, read_records, recorded_losses,
 
 pytestmark = pytest.mark.shows("full replicas in the trainer: continued, other numbers of ranks")
 
-NOISE = {"grad_error": "gaussian", "grad_error_relative": 1.0}
+NOISE = {"grad_error": "gaussian:1rms"}
 FULL = {"use_distributed_optimizer": False, "log_interval": 1, "hidden_dropout": 0.0}
 OVERLAP = {"overlap_grad_reduce": True, "ddp_bucket_size": 9000}
 

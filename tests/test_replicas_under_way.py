@@ -6,7 +6,8 @@ import torch
 
 from megatron_lossy import hooks
 from megatron_lossy.base.exchange import Stream
-from megatron_lossy.channel.corruption import Event, Hit, Reduction
+from megatron_lossy.channel.corruption import Event
+from megatron_lossy.channel.corruption.applied import Hit, Reduction
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.mechanisms.replicas import average
 from megatron_lossy.mechanisms.replicas.full_replicas import FullReplicas
@@ -71,7 +72,7 @@ def test_a_replica_that_is_not_finite_is_healed_before_it_computes(source, state
     toy.together.finished(None)
     assert torch.equal(toy.model["dense"][1], toy.model["dense"][0])
     assert torch.equal(toy.model["dense"][1], weights([0])[0].bfloat16())
-    toy.together.arrive(None)
+    toy.together.synchroniser.arrive(None)
     [happened] = toy.together.take()
     assert happened.kinds == {"dense": source} and happened.not_finite == 1 and happened.divergence == 0
 
@@ -85,7 +86,7 @@ def test_evaluation_and_checkpoints_have_the_weights_that_are_under_way():
         for main, copy in zip(toy.mains["dense"], toy.model["dense"], strict=True):
             assert torch.allclose(main, weights([0.25])[0], atol=1e-5) and torch.equal(copy, main.bfloat16())
     assert all(map(torch.equal, toy.model["dense"], before))
-    toy.together.arrive(None)
+    toy.together.synchroniser.arrive(None)
     assert toy.together.take()[0].divergence > 0
 
 
@@ -113,7 +114,7 @@ def test_the_drift_is_not_looked_at_while_parameters_are_sums():
     assert apart == pytest.approx(np.sqrt(0.125 / 3 / (1 + 0.25**2)), rel=0.1)
     toy.together.finished(None)
     assert look() == apart
-    toy.together.arrive(None)
+    toy.together.synchroniser.arrive(None)
     monitor.happened(0, toy.together.take())
     assert monitor.metrics()["replica divergence"] == pytest.approx(apart, rel=1e-6)  # of the same sample
     assert look() == 0

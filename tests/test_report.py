@@ -183,23 +183,23 @@ def test_runs_with_errors_are_no_baseline_and_are_named_by_their_flags(tmp_path)
         fields = [*ErrorFlags.__dataclass_fields__, *ReplicaFlags.__dataclass_fields__]
         write_run(tmp_path / name, 0.0, [loss] * 20, **{field: getattr(config, field) for field in fields})
 
-    noise = {"grad_error": "gaussian", "grad_error_relative": 1.0, "grad_error_ranks": (0, 2)}
+    noise = {"grad_error": "gaussian:1rms", "grad_error_ranks": (0, 2)}
     write("a", 2.0)
     write("b", 2.5, **noise)
     write("c", 2.2, **noise, param_sync_interval=10)
     # Replicas that are equal and only watched stay what they are; so does what an error of rate 0 hits.
     write("d", 2.0, param_sync_interval=10, replica_check="repair")
     write("e", 2.0, **noise | {"grad_error_rate": 0.0})
-    write("f", 2.1, param_sync_interval=10, param_sync_always=True)
+    write("f", 2.1, param_sync_interval=10, param_sync_state="params:always")
     runs = {run.name: run for run in read_runs(tmp_path)}
     assert [name for name, run in runs.items() if run.clean] == ["a", "d", "e"]
     table = loss_table([runs[name] for name in "abc"])
-    error = "0 %, grad-error gaussian, grad-error-ranks [0, 2], grad-error-relative 1.0"
+    error = "0 %, grad-error gaussian:1rms, grad-error-ranks [0, 2]"
     assert table.headings == ("0 %", f"{error}, param-sync-interval 0", f"{error}, param-sync-interval 10")
     assert [cell.change for cell in table.rows[0][1]] == [None, pytest.approx(25), pytest.approx(10)]
     # All these flags are named even if no other run has them.
     assert loss_table([runs["c"]]).headings == (f"{error}, param-sync-interval 10",)
-    assert loss_table([runs["f"]]).headings == ("0 %, param-sync-always True, param-sync-interval 10",)
+    assert loss_table([runs["f"]]).headings == ("0 %, param-sync-interval 10, param-sync-state params:always",)
     assert loss_table([runs["a"], runs["d"]]).headings == ("0 %",)
 
 

@@ -38,7 +38,6 @@ WALKED = {
     "recovery.previous.Previous": "test_groups",
     "mechanisms.replicas.synchroniser.Synchroniser": "test_full_replicas",
     "mechanisms.replicas.average.Piece": "test_full_replicas",
-    "mechanisms.replicas.synchroniser.Interval": "test_full_replicas",
     "mechanisms.replicas.full_replicas.FullReplicas": "test_replicas_train.py, saved and resumed",
     "mechanisms.replicas.monitor.ReplicaMonitor": "test_replicas_train.py, saved and resumed",
     "mechanisms.islands.rounds.Rounds": "test_islands",
@@ -214,7 +213,7 @@ def test_groups(tmp_path):
     assert not problems, problems
 
 
-ERRORS = {"grad_error": "gaussian", "grad_error_relative": 0.5}
+ERRORS = {"grad_error": "gaussian:0.5rms"}
 REPLICAS = {
     "mean": ERRORS | {"param_sync_interval": 3},
     "overlapped": ERRORS

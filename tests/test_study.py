@@ -72,7 +72,7 @@ TINY = {
     "log-interval": 1,
 }
 
-NOISE = {"grad-error": "gaussian", "grad-error-relative": 1}
+NOISE = {"grad-error": "gaussian:1rms"}
 
 
 def _design(**changes) -> Design:
@@ -271,7 +271,7 @@ def test_wrong_study_files(tmp_path, text, message):
         ({"p": 0.1}, {}, "T, v, 0 %: --p-grad 0.1 --p-param 0.1: needs levels"),
         ({"loss-unit": "packet"}, {"p-grad": 0.1}, "--p-grad 0.1 --loss-unit packet: needs levels"),
         ({"islands": 2, "sync-method": "parameters"}, {"p-sync": 0.1}, "T, v, 0 %: --p-sync 0.1: needs levels"),
-        ({"use-distributed-optimizer": False}, NOISE, "--grad-error gaussian --grad-error-relative 1.0: needs levels"),
+        ({"use-distributed-optimizer": False}, NOISE, "--grad-error gaussian:1rms: needs levels"),
         ({"use-distributed-optimizer": False, "param-sync-interval": 2}, {}, "--param-sync-interval 2: needs levels"),
     ],
 )
@@ -315,7 +315,7 @@ def test_levels_can_be_errors_in_gradients():
     assert clean["DDP"] == clean["mean"] == clean["repair"] != clean["fast"]
     assert all(cell.loss.inert for cell in clean.values())
     erring = {trial.variant: trial.cell for trial in study.trials if trial.level and trial.seed == 2}
-    assert {cell.loss.grad_error_relative for cell in erring.values()} == {1}
+    assert {cell.loss.grad_error for cell in erring.values()} == {"gaussian:1rms"}
     assert {name: cell.loss.param_sync_interval for name, cell in erring.items()}["mean"] == 2
     assert {cell.loss.loss_seed for cell in erring.values()} == {loss_seed_of(2, 1)}
     assert len({cell.name for cell in erring.values()}) == 4

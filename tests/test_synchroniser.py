@@ -7,7 +7,8 @@ import torch
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.base.exchange import Exchange, Stream
 from megatron_lossy.base.fingerprint import fingerprint, finite
-from megatron_lossy.channel.corruption import apply, make_corruption
+from megatron_lossy.channel.corruption import make_corruption
+from megatron_lossy.channel.corruption.applied import apply
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.mechanisms.replicas.average import pieces
 from megatron_lossy.mechanisms.replicas.synchroniser import Copies, Replica, Synchroniser
@@ -17,7 +18,7 @@ from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.shows("averaged replicas by value, in one process and over gloo, healed")
 
-NOISE = dict(grad_error="gaussian", grad_error_relative=0.5)
+NOISE = dict(grad_error="gaussian:0.5rms")
 LR = 0.125
 
 STATES = {"mean": "params", "first": "params:first"}
@@ -98,13 +99,13 @@ def test_divergence_is_that_before(overlap):
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_equal_replicas_are_left_alone(size, overlap):
-    """Bit for bit as without synchronisation; with --param-sync-always the mean of three is not that of one."""
+    """Bit for bit as without synchronisation; with always the mean of three is not that of one."""
     plain, gated, always = (
         FullReplicas(LocalPeers(size), momentum=0.9, **flags)
         for flags in (
             {},
             dict(param_sync_interval=2, param_sync_state="all", param_sync_overlap=overlap),
-            dict(param_sync_interval=2, param_sync_state="all", param_sync_overlap=overlap, param_sync_always=True),
+            dict(param_sync_interval=2, param_sync_state="all:always", param_sync_overlap=overlap),
         )
     )
     for _ in range(6):
@@ -254,7 +255,7 @@ OPTIONS = [
     NOISE | dict(param_sync_interval=2, param_sync_rule="snr", param_sync_state="params:first", momentum=0.9),
     dict(grad_error="bit-flip:1,20,26", grad_error_rate=0.4, replica_check="repair"),
     dict(grad_error="bit-flip:1,20,26", grad_error_rate=0.4, param_sync_interval=2),
-    NOISE | dict(param_sync_interval=3, param_sync_always=True, grad_error_burst=(3, 9.0)),
+    NOISE | dict(param_sync_interval=3, param_sync_state="params:always", grad_error="gaussian:0.5rms,3,9.0"),
 ]
 
 

@@ -14,7 +14,8 @@ from megatron_lossy.base.errors import UsageError
 from megatron_lossy.base.exchange import BucketUnits, Delivery, Exchange, Stream
 from megatron_lossy.base.registry import MECHANISMS
 from megatron_lossy.base.section import Flags
-from megatron_lossy.channel.corruption import Errors, make_corruption
+from megatron_lossy.channel.corruption import make_corruption
+from megatron_lossy.channel.corruption.applied import Errors
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.config.refusal import Section
 from megatron_lossy.lab.virtual.in_memory import Memory, WorkerWire

@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_lossy.channel.corruption import Errors, make_corruption
+from megatron_lossy.channel.corruption import make_corruption
+from megatron_lossy.channel.corruption.applied import Errors
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.mechanisms.islands.monitor import IslandMonitor
 from megatron_lossy.mechanisms.islands.ranks import RankIslands

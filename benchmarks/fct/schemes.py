@@ -250,7 +250,7 @@ class Smart(Scheme):
 
     def __init__(self, block: int = 100, parity: int = 50, fraction: float = 0.01, timeout: float = 2.0) -> None:
         super().__init__(timeout)
-        check_code("code", block, parity, copies=True)
+        check_code("code", block, parity)
         if not 0 <= fraction <= 1:
             raise UsageError(f"fraction {fraction}: must be in [0, 1]")
         self.block = block
@@ -272,7 +272,7 @@ class Smart(Scheme):
         end = link.left[packets - 1]  # its end comes behind the last packet
         replaced = lost[high] & ~residual
         if replaced.any():
-            end = max(end, link.left[packets + layout.used(np.flatnonzero(replaced), lost_parity).max()])
+            end = max(end, link.left[packets + layout.group[replaced].max()])
         end = max(end + path.latency, link.arrives_again.max(initial=0.0))
         zeros = int(lost.sum() - lost[high].sum())
         return Flow(float(end), packets, layout.parities, link.sent_again, zeros)

@@ -204,24 +204,20 @@ class Delivery:
         assert len(self.arrived) == 1
         return self.arrived[0][:, units.numbers]
 
-    def outgoing(self, units: BucketUnits) -> np.ndarray:
-        """Return bool[S, count]: the units of the one receiver's bucket that arrived, by destination.
-
-        Raise ``ValueError`` if they are not known.
-        """
-        if self.sent is None:
-            raise ValueError(f"{self.exchange}: no report of this rank's data that arrived")
-        return self.sent[:, units.numbers]
-
     def lost_here(self, units: BucketUnits) -> Lost:
         """Return the units of the bucket that did not arrive at the one receiver, by source."""
         key = "here", units.first, units.count
         return self._known.get(key) or self._known.setdefault(key, Lost(~self.incoming(units)))
 
     def lost_there(self, units: BucketUnits) -> Lost:
-        """Return the units of the one receiver's bucket that did not arrive, by destination."""
+        """Return the units of the one receiver's bucket that did not arrive, by destination.
+
+        Raise ``ValueError`` if they are not known.
+        """
+        if self.sent is None:
+            raise ValueError(f"{self.exchange}: no report of this rank's data that arrived")
         key = "there", units.first, units.count
-        return self._known.get(key) or self._known.setdefault(key, Lost(~self.outgoing(units)))
+        return self._known.get(key) or self._known.setdefault(key, Lost(~self.sent[:, units.numbers]))
 
     def survivors(self, units: BucketUnits) -> np.ndarray:
         """Return int[count]: the number of sources whose unit arrived at the one receiver, for each unit."""

@@ -2,8 +2,6 @@
 
 A plain copy to the host (``.cpu()``, ``.item()``) waits until the device has done all queued work, which may be a whole
 backward pass. These copies are queued like any other work. Reading a copy waits for it.
-
-Torch is imported when it is needed: flags are checked where it is not installed.
 """
 
 from __future__ import annotations
@@ -11,18 +9,16 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-
-if TYPE_CHECKING:
-    import torch
+import torch
 
 #: The event behind the latest copy of each stream, by device and stream.
 _latest: dict[Any, Any] = {}
 
 
-class Fetched:
+class PendingArray:
     """A tensor on its way to the host. ``tensor``: on any device; do not change it before :meth:`wait`.
 
     On CUDA the copy goes into page-locked memory, in the order of the current stream. From a CPU nothing is copied. On
@@ -37,8 +33,6 @@ class Fetched:
             self._begin()
 
     def _begin(self) -> None:
-        import torch
-
         stream = torch.cuda.current_stream(self._tensor.device)
         host = torch.empty(self._tensor.shape, dtype=self._tensor.dtype, pin_memory=True)
         self._tensor = host.copy_(self._tensor, non_blocking=True)
@@ -65,8 +59,6 @@ class Fetched:
 @functools.cache
 def stream_aside(device: torch.device) -> Any:
     """Return the stream of this process, on the CUDA ``device``, for copies during computation."""
-    import torch
-
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
@@ -76,8 +68,6 @@ def aside(device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    import torch
-
     with torch.cuda.stream(stream_aside(device)):
         yield
 
@@ -87,6 +77,6 @@ def is_here(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
-def at_hand(value: np.ndarray | Fetched) -> np.ndarray:
+def at_hand(value: np.ndarray | PendingArray) -> np.ndarray:
     """Return ``value``, waited for if it is on its way."""
-    return value.wait() if isinstance(value, Fetched) else value
+    return value.wait() if isinstance(value, PendingArray) else value

@@ -113,12 +113,6 @@ def refuse_unused(config: Any, name: str, why: str) -> None:
         raise refuse(flag_name(config, name), shown(value), why)
 
 
-def number(text: str) -> int | float:
-    """Return a number of a flag that takes several of different kinds; whole numbers are integers."""
-    value = float(text)
-    return int(value) if value.is_integer() else value
-
-
 def number_or_auto(text: str) -> int | str:
     """Return a whole number, or ``auto``."""
     if text == "auto":

@@ -1,4 +1,4 @@
-"""The channels, errors and rules by the values of their flags; the mechanisms; and the core's refusals.
+"""The channels, errors and rules by the values of their flags; and the mechanisms.
 
 Each has one line here, and its name in its own class.
 
@@ -160,15 +160,3 @@ MECHANISMS = Mechanisms(
 
 #: Kinds of several jobs in one run, by the name of one job.
 JOBS = Registry("megatron_lossy.jobs", {"island": "megatron_lossy.mechanisms.islands.jobs:IslandJobs"})
-
-#: Refusals of the core.
-REFUSALS = Registry(
-    "megatron_lossy.refusals",
-    {
-        "core": "megatron_lossy.config.refusals.core:CORE",
-        "pytorch": "megatron_lossy.config.refusals.core:PYTORCH",
-        "transport": "megatron_lossy.config.refusals.core:TRANSPORT",
-        "workers": "megatron_lossy.config.refusals.core:WORKERS",
-        "sites": "megatron_lossy.config.refusals.core:SITES",
-    },
-)

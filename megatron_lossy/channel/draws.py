@@ -226,23 +226,21 @@ class DrawnChannel(Channel):
 
 def words(seed: int, purpose: int, exchange: Exchange, rank: int) -> Callable[[int], np.ndarray]:
     """Return a function that gives the next ``count`` independent 64-bit words of one rank, uint64[count]."""
-    link = rank << 32 | rank
-    state = np.random.Philox(key=[seed, 2 * purpose], counter=[0, exchange.step, link, _exchange_word(exchange)])
-    return state.random_raw
+    return _stream(seed, 2 * purpose, exchange, rank << 32 | rank).random_raw
 
 
 def generator(seed: int, exchange: Exchange, source: int, number: int) -> np.random.Generator:
     """Return random numbers for purposes other than losses, from the arguments. ``number``: purpose, below 2^32."""
-    word = _exchange_word(exchange)
-    return np.random.Generator(
-        np.random.Philox(key=[seed, _OTHER], counter=[0, exchange.step, source << 32 | number, word])
-    )
+    return np.random.Generator(_stream(seed, _OTHER, exchange, source << 32 | number))
 
 
 def choosing_numbers(seed: int, exchange: Exchange, count: int) -> np.ndarray:
     """Return uint64[count]: numbers that choose the elements of an exchange. No other draw shares them."""
-    counter = [0, exchange.step, 0, _exchange_word(exchange)]
-    return np.random.Philox(key=[seed, _OTHER + 1], counter=counter).random_raw(count)
+    return _stream(seed, _OTHER + 1, exchange, 0).random_raw(count)
+
+
+def _stream(seed: int, purpose: int, exchange: Exchange, link: int) -> np.random.Philox:
+    return np.random.Philox(key=[seed, purpose], counter=[0, exchange.step, link, _exchange_word(exchange)])
 
 
 def coding_keys(seed: int, exchange: Exchange, source: int, destinations: Sequence[int]) -> np.ndarray:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from ..base.errors import refuse
-from ..base.flags import check_choice, flag, flag_name, in_unit_interval, number_or_auto, refuse_unused
+from ..base.flags import check_choice, flag, flag_name, in_unit_interval, number_or_auto
 from ..base.registry import CHANNELS, GRAD_RECOVERIES, MECHANISMS
 from ..base.section import Flags
-
-Value = TypeVar("Value")
 
 #: Exchanges of data parallelism.
 PHASES = ("grad", "param")
@@ -38,14 +36,6 @@ def _numbers() -> dict[str, int]:
 
 #: The number of every phase in the key of random draws.
 NUMBERS = _numbers()
-
-
-def value_of(values: Sequence[Value], phase: str, exchanges: Sequence[str] = PHASES) -> Value:
-    """Return the value for ``phase`` of a flag that takes one for all ``exchanges``, or two, or one for each.
-
-    Of two, the first is that of every other exchange from the first on. Raise ``ValueError`` for another phase.
-    """
-    return values[list(exchanges).index(phase) % len(values)]
 
 
 def split_model(model: str) -> tuple[str, str | None]:
@@ -206,11 +196,6 @@ class CoreFlags(Flags):
         group="delivery log",
         basic=True,
     )
-    delivery_log_bitmaps: bool = flag(
-        False,
-        "packet: record which packets arrived, where the seed and a digest would be enough to replay them",
-        incidental=True,
-    )
 
     def exchanges(self) -> tuple[str, ...]:
         return PHASES
@@ -228,8 +213,6 @@ class CoreFlags(Flags):
             raise refuse("--sites", self.sites, "must be at least 2: within one site nothing is lost")
         if self.packet_bytes != "auto" and not (isinstance(self.packet_bytes, int) and self.packet_bytes >= 1):
             raise refuse("--packet-bytes", self.packet_bytes, "must be auto or at least 1")
-        if self.delivery_log is None:
-            refuse_unused(self, "delivery_log_bitmaps", "needs --delivery-log FOLDER")
         if self.drift_interval < 0:
             raise refuse("--drift-interval", self.drift_interval, "must be at least 0")
         if self.metrics_port is not None and not 0 < self.metrics_port < 2**16:

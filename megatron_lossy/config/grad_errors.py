@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from ..base.errors import refuse
-from ..base.flags import as_text, check_choice, flag, number, refuse_unused
+from ..base.flags import as_text, check_choice, flag, refuse_unused
 from ..base.registry import GRAD_ERRORS
 from ..base.section import Flags
+
+
+class Noise(NamedTuple):
+    """Gaussian noise of standard deviation ``std``, of ``more`` in every ``interval``-th iteration if that is not 0.
+
+    ``relative``: both are in units of the root mean square of a bucket's gradient.
+    """
+
+    std: float = 0.0
+    relative: bool = False
+    interval: int = 1
+    more: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -20,29 +32,15 @@ class ErrorFlags(Flags):
     grad_error: str = flag(
         "none",
         "what happens to a reduced gradient: nothing; Gaussian noise, STD its standard deviation in units of the gradient that the "
-        "optimizer sees; flipped bits, one in each of K elements of a stream (1), "
+        "optimizer sees, with rms of the root mean square of a bucket (1rms: as long as the gradient), and MORE in every N-th "
+        "iteration; flipped bits, one in each of K elements of a stream (1), "
         "among the bits LOW to HIGH, from 0, the lowest of the mantissa (all) (docs/corruption.md)",
-        metavar="{none,gaussian[:STD],bit-flip[:K[,LOW,HIGH]]}",
+        metavar="{none,gaussian:STD[rms][,N,MORE],bit-flip[:K[,LOW,HIGH]]}",
         group="errors in gradients",
         basic=True,
     )
-    grad_error_relative: float | None = flag(
-        None,
-        "gaussian: standard deviation in units of the root mean square of the bucket's gradient; in the place of "
-        "STD; with 1 the error is as long as the gradient",
-        type=float,
-        metavar="R",
-    )
     grad_error_rate: float = flag(
         1.0, "probability that the error happens, per iteration, rank and stream; in [0, 1]", metavar="P"
-    )
-    grad_error_burst: tuple[float, ...] | None = flag(
-        None,
-        "gaussian: in every N-th iteration STD replaces the standard deviation, in the same unit as that of --grad-error or "
-        "--grad-error-relative, which may be 0 then",
-        type=number,
-        nargs=2,
-        metavar=("N", "STD"),
     )
     grad_error_at: str = flag(
         "broadcast",
@@ -64,13 +62,19 @@ class ErrorFlags(Flags):
         return self.grad_error.partition(":")[0]
 
     @property
-    def grad_error_std(self) -> float | None:
-        """STD of ``gaussian``, if it is given. Raises :class:`UsageError`."""
-        kind, _, text = self.grad_error.partition(":")
+    def noise(self) -> Noise:
+        """The noise of ``gaussian``; else none. Raises :class:`UsageError`."""
+        if self.error_kind != "gaussian":
+            return Noise()
+        std, *burst = self.grad_error.partition(":")[2].split(",")
         try:
-            return float(text) if kind == "gaussian" and text else None
-        except ValueError:
-            raise refuse("--grad-error", self.grad_error, "must be gaussian or gaussian:STD") from None
+            interval, more = (int(burst[0]), float(burst[1])) if burst else (1, 0.0)
+            if len(burst) not in (0, 2) or interval < 1:
+                raise ValueError
+            return Noise(float(std.removesuffix("rms")), std.endswith("rms"), interval, more)
+        except (ValueError, IndexError):
+            allowed = "must be gaussian:STD or gaussian:STD,N,MORE, with N at least 1; STDrms: in units of the root mean square"
+            raise refuse("--grad-error", self.grad_error, allowed) from None
 
     @property
     def flips(self) -> tuple[int, tuple[int, int] | None]:
@@ -107,8 +111,6 @@ class ErrorFlags(Flags):
             raise refuse("--grad-error-ranks", as_text(ranks), "must be different ranks, from 0 on")
         for name in ("grad_error_rate", "grad_error_at", "grad_error_ranks") if self.error_kind == "none" else ():
             refuse_unused(self, name, "needs --grad-error gaussian or bit-flip, not none")
-        for name in ("grad_error_relative", "grad_error_burst") if self.error_kind != "gaussian" else ():
-            refuse_unused(self, name, f"needs --grad-error gaussian, not {self.error_kind}")
         GRAD_ERRORS.load(self.error_kind).check(self)
 
     @property

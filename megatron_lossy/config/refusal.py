@@ -1,12 +1,12 @@
 """Refusals as data: a flag, its refused companion, and the reason. One table, one order, one function that checks it.
 
-The rows of the core are in :mod:`megatron_lossy.config.refusals`; those of a mechanism are in its folder. Those of the core
-come first, in the order of :data:`megatron_lossy.base.registry.REFUSALS`, then those of
-:data:`megatron_lossy.base.registry.MECHANISMS`.
+The rows of the core are in :mod:`megatron_lossy.config.refusals`, and come first; those of a mechanism are in its folder, in the
+order of :data:`megatron_lossy.base.registry.MECHANISMS`.
 """
 
 from __future__ import annotations
 
+import importlib
 import re
 import shutil
 import textwrap
@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 from ..base.errors import ArgumentParser, UsageError, origin_of, refuse
 from ..base.flags import shown
-from ..base.registry import MECHANISMS, REFUSALS
+from ..base.registry import MECHANISMS
 from .facts import Facts
 
 #: Returns whether a :class:`.LossyConfig` is refused in a run with these facts; a mapping has values that the text names.
@@ -89,8 +89,13 @@ def _row(text: Any, when: Any) -> Refusal:
 
 def sections(ours: bool = False) -> list[Section]:
     """Return all sections of the table with rows, in its one order. ``ours``: without those of other packages."""
-    core, mechanisms = (REFUSALS.ours(), MECHANISMS.ours()) if ours else (REFUSALS.all(), MECHANISMS.all())
-    return [section for section in (*core, *(mechanism.refusals() for mechanism in mechanisms)) if section.rows]
+    mechanisms = MECHANISMS.ours() if ours else MECHANISMS.all()
+    return [section for section in (*_of_core(), *(mechanism.refusals() for mechanism in mechanisms)) if section.rows]
+
+
+def _of_core() -> tuple[Section, ...]:
+    # By name, since that module needs this one.
+    return importlib.import_module("megatron_lossy.config.refusals.core").SECTIONS
 
 
 def check_refusals(config: Any, facts: Facts = _NOTHING_KNOWN) -> None:
@@ -106,7 +111,7 @@ def check_refusals(config: Any, facts: Facts = _NOTHING_KNOWN) -> None:
         for mechanism in MECHANISMS.all()
         if mechanism.Flags in config.used or known & {*mechanism.Flags.trigger_facts}
     ]
-    for section in (*REFUSALS.all(), *(mechanism.refusals() for mechanism in asked)):
+    for section in (*_of_core(), *(mechanism.refusals() for mechanism in asked)):
         for row in section.rows:
             found = row.when(config, facts)
             error = row.error(config, facts, found) if found else None

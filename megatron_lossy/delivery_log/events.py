@@ -1,22 +1,20 @@
 """The log of events besides deliveries: ``_events_RANK_FIRST_LAST.parquet`` in the folder of ``--delivery-log``.
 
 A row is an event of an iteration: an error in a gradient, a repair, a message between pipeline stages, …
-(docs/delivery_log.md#events). A mechanism registers the kinds of its own events (:meth:`.Mechanism.kinds`).
+(docs/delivery_log.md#events). A mechanism adds the columns of its own events (:meth:`.Mechanism.event_columns`).
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from .. import __version__
 from ..base.registry import MECHANISMS
-from ..channel.corruption import REDUCED, SPARED
 from ..config import LossyConfig
 from . import schema
-from .reader import BadLog, LogPath, log_files, read_file
+from .reader import LogPath, log_files, read_file, reading
 from .writer import LogWriter
 
 if TYPE_CHECKING:
@@ -27,43 +25,21 @@ _MOST_ROWS = 2**16
 Row = Mapping[str, Any]
 
 
-def percent(share: float) -> str:
-    """Return ``share`` for people."""
-    return f"{100 * share:.2f} %"
+def has_events(config: LossyConfig) -> bool:
+    """Return whether the flags can lead to events."""
+    return config.errs or any(mechanism.has_events(config) for mechanism in MECHANISMS.all())
 
 
-class Kinds(ABC):
-    """Kinds of events that belong together."""
+def columns() -> pyarrow.Schema:
+    """Return the columns, in order; those that an event does not need are null."""
+    import pyarrow as pa
 
-    #: Values of the column ``kind``.
-    names: ClassVar[Sequence[str]]
-
-    @staticmethod
-    @abstractmethod
-    def columns() -> list[pyarrow.Field]:
-        """Return the columns that these kinds add to the table; they are null in rows of other kinds."""
-
-    @staticmethod
-    @abstractmethod
-    def happen(config: LossyConfig) -> bool:
-        """Return whether the flags can lead to such events."""
-
-    @staticmethod
-    def summary(rows: Iterable[tuple[int, Row]]) -> list[str]:
-        """Return lines about all rows of these kinds, each with the rank that wrote it, for ``summary``."""
-        return []
-
-
-class GradErrors(Kinds):
-    """Errors in reduced gradients, and the reductions in which they are drawn."""
-
-    names = ("gaussian", "bit-flip", SPARED, REDUCED)
-
-    @staticmethod
-    def columns() -> list[pyarrow.Field]:
-        import pyarrow as pa
-
-        return [
+    return pa.schema(
+        [
+            pa.field("iteration", pa.int64(), nullable=False),
+            pa.field("kind", pa.string(), nullable=False),
+            pa.field("stream", pa.string(), nullable=False),
+            # Errors in reduced gradients, and the reductions in which they are drawn.
             pa.field("rank", pa.int32()),
             pa.field("bucket", pa.int32()),
             pa.field("std", pa.float64()),
@@ -73,29 +49,7 @@ class GradErrors(Kinds):
             pa.field("digest", pa.binary()),
             pa.field("sizes", pa.list_(pa.int64())),
             pa.field("width", pa.int32()),
-        ]
-
-    @staticmethod
-    def happen(config: LossyConfig) -> bool:
-        return config.errs
-
-
-def all_kinds() -> list[type[Kinds]]:
-    """Return the kinds of the core and of all mechanisms."""
-    of_mechanisms = (mechanism.kinds() for mechanism in MECHANISMS.all())
-    return [GradErrors, *(kinds for kinds in of_mechanisms if kinds is not None)]
-
-
-def columns() -> pyarrow.Schema:
-    """Return the columns, in order."""
-    import pyarrow as pa
-
-    return pa.schema(
-        [
-            pa.field("iteration", pa.int64(), nullable=False),
-            pa.field("kind", pa.string(), nullable=False),
-            pa.field("stream", pa.string(), nullable=False),
-            *(column for kinds in all_kinds() for column in kinds.columns()),
+            *(column for mechanism in MECHANISMS.all() for column in mechanism.event_columns()),
         ]
     )
 
@@ -140,9 +94,5 @@ def event_files(folder: Path) -> list[LogPath]:
 
 def read_events(file: LogPath) -> tuple[pyarrow.Table, schema.Meta]:
     """Return the rows of ``file``, and its note. Raise :class:`BadLog`."""
-    import pyarrow as pa
-
-    try:
+    with reading(file.path, file.first):
         return read_file(file.path, columns())
-    except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as error:
-        raise BadLog(file.path, file.first, error) from None

@@ -7,9 +7,11 @@ truncated file can be used.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import itertools
 import re
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -42,12 +44,17 @@ def log_files(folder: Path, prefix: str = schema.PREFIX) -> list[LogPath]:
 
 def read_file(path: Path, columns: pyarrow.Schema) -> tuple[pyarrow.Table, schema.Meta]:
     """Return the rows of a file, and its note. Raise ``OSError``, ``ValueError``, ``KeyError``, ``TypeError``."""
+    with _open(path, columns) as file:
+        return file.read().cast(columns), schema.Meta.decode(file.metadata.metadata)
+
+
+def _open(path: Path, columns: pyarrow.Schema, **options: Any) -> Any:
     import pyarrow.parquet as pq
 
-    with pq.ParquetFile(path, page_checksum_verification=True) as file:
-        if file.schema_arrow.names != columns.names:
-            raise ValueError(f"has other columns: {', '.join(file.schema_arrow.names)}")
-        return file.read().cast(columns), schema.Meta.decode(file.metadata.metadata)
+    file = pq.ParquetFile(path, page_checksum_verification=True, **options)
+    if file.schema_arrow.names != columns.names:
+        raise ValueError(f"has other columns: {', '.join(file.schema_arrow.names)}")
+    return file
 
 
 class BadLog(Exception):
@@ -56,6 +63,17 @@ class BadLog(Exception):
     def __init__(self, path: Path, iteration: int, reason: object, row: int = 0) -> None:
         super().__init__(f"{path.name}, row {row}, iteration {iteration}: {' '.join(str(reason).split())}")
         self.path, self.iteration = path, iteration
+
+
+@contextlib.contextmanager
+def reading(path: Path, iteration: int, row: int = 0) -> Iterator[None]:
+    """Return a context in which the errors of a file, from ``iteration`` and ``row`` on, become :class:`BadLog`."""
+    import pyarrow as pa
+
+    try:
+        yield
+    except (OSError, ValueError, LookupError, TypeError, pa.ArrowException) as error:
+        raise BadLog(path, iteration, error, row) from None
 
 
 @dataclass(frozen=True)
@@ -154,34 +172,21 @@ def _bytes(values: Any, width: int) -> np.ndarray:
     return np.frombuffer(data, dtype=np.uint8)[ends[0] : ends[-1]].reshape(len(values), width)
 
 
-class LogFile:
-    """One file of the log: the rows of ``rank`` for iterations ``first`` to ``last``, inclusive."""
+class LogFile(LogPath):
+    """One file of the log."""
 
-    def __init__(self, path: Path, rank: int, first: int, last: int) -> None:
-        self.path, self.rank, self.first, self.last = path, rank, first, last
-        self._kept: tuple[int, LogRows] | None = None
+    _kept: tuple[int, LogRows] | None = None
 
     @cached_property
     def _parquet(self) -> Any:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        try:
-            file = pq.ParquetFile(self.path, read_dictionary=["phase", "stream"], page_checksum_verification=True)
-            names = file.schema_arrow.names
-            if names != arrow_schema().names:
-                raise ValueError(f"has other columns: {', '.join(names)}")
-            return file
-        except (OSError, ValueError, pa.ArrowException) as error:
-            raise BadLog(self.path, self.first, error) from None
+        with reading(self.path, self.first):
+            return _open(self.path, arrow_schema(), read_dictionary=["phase", "stream"])
 
     @cached_property
     def meta(self) -> Meta:
         """The file's note about all of its rows. Raises :class:`BadLog`."""
-        try:
+        with reading(self.path, self.first):
             return Meta.decode(self._parquet.metadata.metadata)
-        except (ValueError, KeyError, TypeError) as error:
-            raise BadLog(self.path, self.first, error) from None
 
     @cached_property
     def groups(self) -> list[tuple[int, int, int]]:
@@ -198,23 +203,17 @@ class LogFile:
 
     def read(self, group: int) -> LogRows:
         """Return the rows of a row group; the last one read is kept. Raise :class:`BadLog`."""
-        import pyarrow as pa
-
         if self._kept is None or self._kept[0] != group:
-            try:
-                table = self._parquet.read_row_group(group)
-                self._kept = group, _rows(table, self.groups[group][2])
-            except (OSError, ValueError, pa.ArrowException) as error:
-                raise BadLog(self.path, self.groups[group][0], error, self.groups[group][2]) from None
+            iteration, _, row = self.groups[group]
+            with reading(self.path, iteration, row):
+                self._kept = group, _rows(self._parquet.read_row_group(group), row)
         return self._kept[1]
 
     def links(self, rows: LogRows) -> Links:
         """Return the links of the rows of one exchange. Raise :class:`BadLog`."""
         iteration, phase, stream = next(iter(rows.exchanges))
-        try:
+        with reading(self.path, iteration, rows.first):
             return Links.of(rows, self.meta.streams[stream][phase])
-        except (KeyError, IndexError, ValueError) as error:
-            raise BadLog(self.path, iteration, error, rows.first) from None
 
     def exchange(self, iteration: int, phase: str, stream: str) -> LogRows | None:
         """Return the rows of one exchange; ``None`` if it has none. Raise :class:`BadLog`."""

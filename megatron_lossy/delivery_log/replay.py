@@ -6,7 +6,7 @@ losses are drawn again from the recorded seed and flags, and checked against the
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import functools
 from dataclasses import replace
 from pathlib import Path
 
@@ -81,14 +81,14 @@ class Recording(Channel):
         check_pyarrow("--trace", path)
         self.path = path
         self._redrawn = Redraws()
-        self._steps: dict[Stream, int] = {}
-        self._names: dict[Stream, Stream] = {}
-        self._kept: OrderedDict[tuple[LogFile, Exchange], tuple[Links, np.ndarray] | None] = OrderedDict()
         try:
             self.folder = DeliveryLogFolder(path)
             self._check_flags(config)
         except (FileNotFoundError, BadLog) as error:
             raise self._refuse(error) from None
+        self._recorded = functools.cache(self._find_recorded)
+        self._steps = functools.cache(self._count_steps)
+        self._links = functools.lru_cache(3 * len(self.folder.ranks))(self._find_links)
 
     def _refuse(self, reason: object) -> UsageError:
         return refuse("--trace", self.path, str(reason))
@@ -108,11 +108,9 @@ class Recording(Channel):
         if recorded.lossy_self and not config.lossy_self:
             raise refuse("--lossy-self", "off", f"it was on in the run recorded in --trace {self.path}")
 
-    def _recorded(self, stream: Stream) -> Stream:
+    def _find_recorded(self, stream: Stream) -> Stream:
         """Return the stream's name in the recorded run. Copies that a network distinguishes share one drawn stream."""
-        if stream not in self._names:
-            self._names[stream] = stream if self.folder.size(stream.name) else stream.drawn
-        return self._names[stream]
+        return stream if self.folder.size(stream.name) else stream.drawn
 
     def check(self, phase: str, stream: Stream, size: int, units: int | None, steps: int | None) -> None:
         try:
@@ -156,12 +154,11 @@ class Recording(Channel):
         return writers[0]
 
     def steps(self, phase: str, stream: Stream) -> int:
-        stream = self._recorded(stream)
-        if stream not in self._steps:
-            size = self.folder.size(stream.name)
-            writers = {self._writer(stream, rank) for rank in range(size)}
-            self._steps[stream] = min((self.folder.covered(writer)[-1][1] + 1 for writer in writers), default=0)
-        return self._steps[stream]
+        return self._steps(self._recorded(stream))
+
+    def _count_steps(self, stream: Stream) -> int:
+        writers = {self._writer(stream, rank) for rank in range(self.folder.size(stream.name))}
+        return min((self.folder.covered(writer)[-1][1] + 1 for writer in writers), default=0)
 
     def delivered_links(
         self, exchange: Exchange, sources: np.ndarray, destinations: np.ndarray, units: int
@@ -189,16 +186,14 @@ class Recording(Channel):
             raise self._refuse(f"has no records of iteration {exchange.step} of rank {writer}")
         return file
 
-    def _links(self, file: LogFile, exchange: Exchange) -> tuple[Links, np.ndarray] | None:
+    @staticmethod
+    def _find_links(file: LogFile, exchange: Exchange) -> tuple[Links, np.ndarray] | None:
         """Return the links of an exchange, and their numbers by source and destination, -1 if there is none."""
-        key = (file, exchange)
-        if key not in self._kept:
-            rows = file.exchange(exchange.step, exchange.phase, exchange.stream.name)
-            links = None if rows is None else file.links(rows)
-            self._kept[key] = None if links is None else (links, _numbers(links))
-            while len(self._kept) > 3 * len(self.folder.ranks):
-                self._kept.popitem(last=False)
-        return self._kept[key]
+        rows = file.exchange(exchange.step, exchange.phase, exchange.stream.name)
+        if rows is None:
+            return None
+        links = file.links(rows)
+        return links, _numbers(links)
 
     def _of(
         self, found: tuple[Links, np.ndarray], file: LogFile, exchange: Exchange, sources: np.ndarray, to: np.ndarray

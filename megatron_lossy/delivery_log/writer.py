@@ -276,10 +276,7 @@ class DeliveryLog(LogWriter):
         """Return whether rows carry a digest in place of the bitmap, because the losses can be drawn again."""
         config = self._config
         return (
-            config.loss_unit == "packet"
-            and not config.observed
-            and not config.delivery_log_bitmaps
-            and CHANNELS.load(config.phase(phase).model).redrawable
+            config.loss_unit == "packet" and not config.observed and CHANNELS.load(config.phase(phase).model).redrawable
         )
 
     # --- files -----------------------------------------------------------------------------------------------------

@@ -7,6 +7,6 @@ megatron-core as always.
 from __future__ import annotations
 
 from ..config import LossyConfig
-from .install import install
+from .megatron_core import install
 from .runtime import Lossy
 from .versions import check_version

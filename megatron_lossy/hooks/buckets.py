@@ -12,7 +12,8 @@ import torch
 
 from ..base.errors import UsageError
 from ..base.exchange import BucketUnits, Stream
-from ..channel.corruption import Corruption, Errors
+from ..channel.corruption import Corruption
+from ..channel.corruption.applied import Errors
 from ..transport.peers import RankPeers
 from .versions import dense_buffers, expert_rank, full_group, model_chunk, pipeline_stage, tensor_group
 

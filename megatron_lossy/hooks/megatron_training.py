@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -243,37 +244,14 @@ def _write(metrics: dict[str, float], iteration: int) -> None:
     print_rank_last(f" exchanges up to iteration {iteration:8d} | {values} |")
 
 
-class _Recorder:
-    """A data iterator that remembers its batches."""
-
-    def __init__(self, iterator: Any) -> None:
-        self._iterator = iterator
-        self.batches: list[Any] = []
-
-    def __iter__(self) -> _Recorder:
-        return self
-
-    def __next__(self) -> Any:
-        self.batches.append(next(self._iterator))
-        return self.batches[-1]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._iterator, name)
-
-
-def _record(data_iterator: Any) -> tuple[Any, Callable[[], Any]]:
-    """Return a recording data iterator (or list of them, or None), and a function that makes one that repeats it."""
+def _twice(data_iterator: Any) -> tuple[Any, Any]:
+    """Return two data iterators, or lists of them, or ``None``, with the same batches. Only the first draws them."""
     if data_iterator is None:
-        return None, lambda: None
+        return None, None
     if isinstance(data_iterator, list):
-        pairs = [_record(item) for item in data_iterator]
-        return [recorder for recorder, _ in pairs], lambda: [repeat() for _, repeat in pairs]
-    recorder = _Recorder(data_iterator)
-
-    def repeat() -> Iterator[Any]:
-        return iter(recorder.batches)
-
-    return recorder, repeat
+        pairs = [_twice(item) for item in data_iterator]
+        return [first for first, _ in pairs], [second for _, second in pairs]
+    return itertools.tee(map(next, itertools.repeat(data_iterator)))  # Megatron's have `__next__` and no `__iter__`
 
 
 def evaluate(
@@ -295,15 +273,15 @@ def evaluate(
         return average(losses), *rest
     from megatron.training import get_args
 
-    recorder, repeat = _record(data_iterator)
+    first, second = _twice(data_iterator)
     state = rng_state()
-    losses, extra, time_limit = original(forward_step_func, recorder, model, *args, **kwargs)
+    losses, extra, time_limit = original(forward_step_func, first, model, *args, **kwargs)
     if time_limit:
         return losses, extra, time_limit
     consumed = get_args().consumed_valid_samples
     set_rng_state(state)
     with held(model):
-        other, _, time_limit = original(forward_step_func, repeat(), model, *args, **kwargs)
+        other, _, time_limit = original(forward_step_func, second, model, *args, **kwargs)
     get_args().consumed_valid_samples = consumed
     losses = average(losses) | {f"{key} ({whose} weights)": value for key, value in average(other or {}).items()}
     return losses, extra, time_limit

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ..base.device import all_gather_single
 from ..base.exchange import Exchange
 from ..base.jobs import World
 from ..base.ledger import Ledger
@@ -20,9 +19,9 @@ from ..base.registry import MECHANISMS
 from ..config import LossyConfig
 from ..recovery import Gradients
 from ..run.base import ModelChunks, Run
-from ..run.replicas import BucketReplica, RankReplicas, load_stale_state, stale_state
+from ..run.replicas import BucketReplica, RankReplicas, gathered_reliably, load_stale_state, stale_state
 from ..transport import LossyGroup
-from .buckets import bucket_sizes, buckets_by_stream, own_shard, used_in
+from .buckets import bucket_sizes, buckets_by_stream, used_in
 from .exchanges import Exchanges, check_exchanged, check_registered, warn_of_lossless
 from .facts import of_model
 from .seam import Slot, slot_of
@@ -199,11 +198,8 @@ class Lossy(Run):
 
     @property
     def device(self) -> torch.device:
-        return next((bucket.grad_data.device for bucket in self.buckets()), torch.device("cpu"))
-
-    @property
-    def streams(self) -> list[LossyGroup]:
-        return self.groups
+        buckets = (bucket for group in self._bucket_groups() for bucket in group.buckets)
+        return next((bucket.grad_data.device for bucket in buckets), torch.device("cpu"))
 
     def replicas(self) -> list[RankReplicas]:
         return [
@@ -215,26 +211,17 @@ class Lossy(Run):
 
     def settle(self) -> None:
         with torch.no_grad():
-            for ddp in self.chunks:
-                for bucket_group in _bucket_groups(ddp):
-                    _settle(bucket_group)
+            for bucket_group in self._bucket_groups():
+                _settle(bucket_group)
 
     @contextlib.contextmanager
     def exchanged_weights(self, model_chunks: ModelChunks) -> Iterator[None]:
-        restore = []
+        bucket_groups = self._lossy_bucket_groups(model_chunks)
         with torch.no_grad():
-            for bucket_group in self._lossy_bucket_groups(model_chunks):
+            for bucket_group in bucket_groups:
                 _settle(bucket_group)
-                for bucket in bucket_group.buckets:
-                    put_back = self._gather_reliably(bucket_group, bucket)
-                    if put_back is not None:
-                        restore.append(put_back)
-        try:
+        with gathered_reliably(_held(bucket_groups), self.update):
             yield
-        finally:
-            with torch.no_grad():
-                for put_back in restore:
-                    put_back()
 
     def _lossy_bucket_groups(self, model_chunks: ModelChunks) -> list[Any]:
         if self.update is None or self.config.untouched("param"):
@@ -245,14 +232,6 @@ class Lossy(Run):
         if len(found) != len(wanted):
             raise ValueError(f"{len(wanted) - len(found)} of the given model chunks were not wrapped in Megatron's DDP")
         return [group for ddp in found for group in _bucket_groups(ddp)]
-
-    def _gather_reliably(self, bucket_group: Any, bucket: Any) -> Callable[[], None] | None:
-        slot = slot_of(bucket.param_data)
-        put_back = slot.group.put_stale_aside(slot.bucket, bucket.param_data, self.update)
-        if put_back is not None:
-            group = bucket_group.intra_distributed_optimizer_instance_group
-            all_gather_single(bucket.param_data, own_shard(bucket, slot.group.own, slot.group.shards), group=group)
-        return put_back
 
     # --- saved replicas --------------------------------------------------------------------------------------------
 
@@ -266,27 +245,29 @@ class Lossy(Run):
         sizes = {"world size": dist.get_world_size(), **parallel_sizes(), **nodes}
         return {**sizes, **instances, **bucket_sizes([(stream, pairs) for stream, _, pairs in streams])}
 
-    def replica_file(self) -> str:
-        return f"rank_{dist.get_rank():05d}.pt"
-
-    def buckets(self) -> list[Any]:
-        """Return the buckets of all model chunks."""
-        return [bucket for ddp in self.chunks for group in _bucket_groups(ddp) for bucket in group.buckets]
-
-    def _held(self) -> list[BucketReplica]:
-        slots = ((slot_of(bucket.param_data), bucket.param_data) for bucket in self.buckets())
-        return [BucketReplica(slot.group, slot.bucket, replica) for slot, replica in slots]
+    def _bucket_groups(self) -> list[Any]:
+        return [group for ddp in self.chunks for group in _bucket_groups(ddp)]
 
     def exchanged_state(self) -> list[Any]:
-        return stale_state(self._held(), self.update)
+        return stale_state(_held(self._bucket_groups()), self.update)
 
     def load_exchanged_state(self, state: list[Any]) -> None:
         self._restored = self.update
-        load_stale_state(self._held(), self.update, state)
+        load_stale_state(_held(self._bucket_groups()), self.update, state)
 
 
 def _bucket_groups(ddp: Any) -> list[Any]:
     return ddp.bucket_groups + ddp.expert_parallel_bucket_groups
+
+
+def _held(bucket_groups: Sequence[Any]) -> list[BucketReplica]:
+    """Return this rank's replica of each bucket of Megatron's ``bucket_groups``."""
+    return [
+        BucketReplica(slot.group, slot.bucket, bucket.param_data, group.intra_distributed_optimizer_instance_group)
+        for group in bucket_groups
+        for bucket in group.buckets
+        for slot in [slot_of(bucket.param_data)]
+    ]
 
 
 def _settle(bucket_group: Any) -> None:

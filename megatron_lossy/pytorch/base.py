@@ -13,15 +13,16 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
-from ..base.errors import refuse
+from ..base.errors import UsageError, refuse
 from ..base.exchange import Stream
-from ..channel.corruption import Errors
+from ..channel.corruption.applied import Errors
 from ..config import LossyConfig
 from ..run.base import Run
-from ..run.saved import REPLICAS, check_identity, flags_of, read, write
+from ..run.saved import REPLICAS, check_identity, flags_of, write
+from ..transport import find_nodes
 from .arguments import check_still_alike, parameters_of
+from .exchanges import Round
 from .steps import Kind, Steps
 
 #: The folder of the delivery log, if there is one, of each run of this process that is not closed, by its number.
@@ -59,12 +60,9 @@ class LossyRun(Run):
         self.stream = Stream(stage=self.number)
         self.optimizers = list(optimizers)
         self._parameters = parameters_of(self.optimizers)
-        self._stepped: dict[torch.optim.Optimizer, Kind] = {}  # optimizers that have taken part in the update
-        self._reduced: set[object] = set()  # buckets of this round
-        self._exchanged = False  # whether any was reduced since the last step
-        self._begun = self._updates = False  # whether this iteration's gradients are in use, and its update
+        self.round = Round(self._finish_round, scaler)
+        self._exchanged = False  # whether an earlier round since the last step reduced anything
         self._scaler = scaler
-        self._scale: float | None = None  # of this iteration
         self.holds = False  # whether the owners' weights are in the model
         self._closed = False
         self._steps = Steps(self.optimizers, self)
@@ -80,7 +78,7 @@ class LossyRun(Run):
 
     def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that an outermost step begins."""
-        if optimizer in self._stepped:
+        if optimizer in self.round.stepped:
             self._finish_round()
         if self.holds:
             raise RuntimeError(
@@ -100,33 +98,32 @@ class LossyRun(Run):
 
     def use_gradients(self, kind: Kind) -> None:
         """Note that a step is about to use its gradients; again if it evaluates its closure again."""
-        if kind is Kind.REJECTED or (kind is Kind.IDLE and not self._reduced):
+        if kind is Kind.REJECTED or (kind is Kind.IDLE and not self.round.reduced):
             return
         if kind is Kind.UPDATE:
             self.check_exchanges()
-        if not self._begun:
-            self._begun = True
+        if not self.round.used:
+            self.round.used = True
             self.events.iteration_begins()
-        if kind is Kind.UPDATE and not self._updates:
-            self._updates = True
+        if kind is Kind.UPDATE and not self.round.updates:
+            self.round.updates = True
             self.begin_update()
 
     def end_step(self, optimizer: torch.optim.Optimizer, kind: Kind) -> None:
         """Note that an outermost step has ended."""
-        self._stepped[optimizer] = kind
+        self.round.stepped[optimizer] = kind
         if kind is Kind.UPDATE:
             self.note_update()
         self.note_weights()
-        if len(self._stepped) == len(self.optimizers):
+        if len(self.round.stepped) == len(self.optimizers):
             self._finish_round()
 
     def _finish_round(self) -> None:
         """End the round of gradients that optimizers have used, or that a new one follows."""
-        kinds, reduced = set(self._stepped.values()), bool(self._reduced)
-        used = Kind.IDLE in kinds if kinds else self._scale is None or self._scaler.get_scale() >= self._scale
-        if kinds:
-            self._exchanged = False
-        self._begin_round()
+        kinds, reduced = set(self.round.stepped.values()), bool(self.round.reduced)
+        used = Kind.IDLE in kinds if kinds else not self.round.rejected
+        self._exchanged = not kinds and (self._exchanged or reduced)
+        self.round.begin()
         if Kind.UPDATE in kinds:
             self.check_weights()
             self.update = self.iteration
@@ -136,27 +133,15 @@ class LossyRun(Run):
         elif reduced:
             self.finish_iteration(False, used=used)
 
-    def _begin_round(self) -> None:
-        self._stepped, self._reduced, self._scale = {}, set(), None
-        self._begun = self._updates = False
-
-    def gathering(self) -> None:
-        """Note that parameters are about to be gathered: no further optimizer takes part in the update."""
-        if self._stepped:
-            self._finish_round()
-
-    def reducing(self, bucket: object) -> None:
-        """Note that the gradients of ``bucket`` are about to be reduced."""
-        self.gathering()
-        if bucket in self._reduced:
-            self._finish_round()
-        if not self._reduced and self._scaler is not None and self._scaler.is_enabled():
-            self._scale = self._scaler.get_scale()
-        self._reduced.add(bucket)
-        self._exchanged = True
-
     def loss_scale(self) -> float | None:
-        return self._scale
+        return self.round.loss_scale()
+
+    def nodes_of(self, ranks: Sequence[int]) -> list[int] | None:
+        """Return the node of each of ``ranks``; ``None`` if nodes do not matter. A collective call of all ranks."""
+        if self.config.ranks_of_node is None:
+            return None
+        everywhere = find_nodes(None, self.config.ranks_of_node)
+        return [everywhere[rank] for rank in ranks]
 
     def errors_of(self, dtypes: Sequence[torch.dtype], ranges: Sequence[np.ndarray], rank: int) -> Errors:
         """Return the errors in the gradients that ``rank`` has, in ``ranges`` int64[k, 2] of buckets of ``dtypes``.
@@ -177,7 +162,7 @@ class LossyRun(Run):
     def check_exchanges(self) -> None:
         """Raise ``RuntimeError`` if gradients that the optimizer is about to use went past the exchanges."""
         held = (parameter.grad is not None for parameter in self._parameters.values())
-        if not self._exchanged and any(held):
+        if not (self._exchanged or self.round.reduced) and any(held):
             raise RuntimeError(
                 "the optimizer has gradients, but none was exchanged since its last step through what make_lossy put into the "
                 "model, so that nothing of them could be lost"
@@ -190,13 +175,9 @@ class LossyRun(Run):
 
         Saved along with a checkpoint of model and optimizer, it lets a run continue bit for bit.
         """
-        if self._stepped or self._reduced:
+        if self.round.stepped or self.round.reduced:
             self._finish_round()  # another run may follow, which does not finish it
-        if self._unreported is not None:
-            self.settle()
-            self.tell_observers()
-        for observer in self.observers:
-            observer.save()
+        self._save_observers()
         return self._state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -219,24 +200,20 @@ class LossyRun(Run):
 
         Raise :class:`UsageError` as :meth:`load_state_dict` does, and if ``folder`` has no such file.
         """
-        path = Path(folder, REPLICAS, self.replica_file())
-        if not path.is_file():
-            raise refuse(
-                "checkpoint", folder, f"has no {path.relative_to(folder)}: it was saved without make_lossy's state"
-            )
-        self.load_state_dict(read(path, self.device, self._whole_identity(), folder))
+        self.load_state_dict(self._saved_in(folder))
+
+    def error_of_missing(self, folder: str | os.PathLike, path: Path) -> UsageError:
+        why = f"has no {path.relative_to(folder)}: it was saved without make_lossy's state"
+        return refuse("checkpoint", folder, why)
 
     def restart(self, iteration: int = 0) -> None:
         """Begin again after ``iteration`` iterations, with replicas that are all equal: weights were loaded."""
-        self._begin_round()
+        self.round.begin()
         self._exchanged = False
         self.set_iteration(iteration)
 
     def _whole_identity(self) -> dict[str, Any]:
         return ({"number of the model": self.number} if self.number else {}) | super()._whole_identity()
-
-    def replica_file(self) -> str:
-        return f"rank_{dist.get_rank():05d}.pt"
 
     # --- the end ---------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,6 @@ second round, and a run that resumes has its buckets from its state, so that it 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,7 +27,7 @@ from ..config import PHASES, LossyConfig
 from ..recovery import Gradients
 from ..run.base import ObservedExchanges
 from ..run.mechanism import Event
-from ..transport import BucketSpec, LossyGroup, Network, Transfer, find_nodes, wire_for
+from ..transport import BucketSpec, LossyGroup, Network, Transfer, wire_for
 from .base import LossyRun
 
 logger = logging.getLogger(__name__)
@@ -85,10 +84,7 @@ class LossyDDP(LossyRun):
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         #: The final buckets, once they are known.
         self.buckets: list[Bucket] = []
-        self._nodes = None
-        if config.ranks_of_node is not None:
-            everywhere = find_nodes(None, config.ranks_of_node)
-            self._nodes = [everywhere[rank] for rank in dist.get_process_group_ranks(self.ranks)]
+        self._nodes = self.nodes_of(dist.get_process_group_ranks(self.ranks))
         self._lossy: list[LossyGroup] = []
         self._learned: list[Bucket] = []  # of this round
         self._before: list[Bucket] = []  # of the last one
@@ -118,7 +114,7 @@ class LossyDDP(LossyRun):
     def _reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Return the mean of ``bucket`` over all ranks: DDP's communication hook."""
         number, gradient, last = bucket.index(), bucket.buffer(), bucket.is_last()
-        self.reducing(number)
+        self.round.reducing(number)
         gradient.mul_(1.0 / self.ranks.size())  # as DDP itself does
         if not self._known:
             self._learned.append(_bucket_of(bucket.parameters()))
@@ -204,27 +200,12 @@ class LossyDDP(LossyRun):
     def streams(self) -> Sequence[ObservedExchanges]:
         return [_RoundExchanges(group) for group in self._lossy]
 
-    def replicas(self) -> list[Any]:
-        return []  # none is sharded
-
-    def settle(self) -> None:
-        """Do nothing: no parameters are under way."""
-
     def living_optimizers(self) -> list[Any]:
         return [SimpleNamespace(optimizer=optimizer) for optimizer in self.optimizers]
-
-    def exchanged_weights(self, model_chunks: Any = None) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
 
     def identity(self) -> dict[str, Any]:
         elements = sum(parameter.numel() for parameter in self.parameters)
         return {"world size": self.ranks.size(), "parameters": elements}
-
-    def exchanged_state(self) -> None:
-        """Return ``None``: replicas are equal."""
-
-    def load_exchanged_state(self, state: None) -> None:
-        """Do nothing."""
 
     def _state(self) -> dict[str, Any]:
         numbers = {id(parameter): number for number, parameter in enumerate(self.parameters)}

@@ -1,4 +1,4 @@
-"""The gather and the reduce-scatter of one parameter group, which FSDP2 calls instead of torch's collectives.
+"""The rounds of gradients; the gather and the reduce-scatter of a parameter group, which FSDP2 calls instead of torch's.
 
 FSDP2 asks for a buffer (``allocate``) and for the exchange (``__call__``). The buffer of the gather stays: it is this
 rank's replica, in which a lost unit keeps the value that was received last. FSDP2 copies out of it into tensors that it
@@ -7,7 +7,7 @@ frees after use.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -20,6 +20,50 @@ from ..base.exchange import Exchange
 from ..recovery import Gradients
 from ..transport import LossyGroup, Transfer
 from .layout import ParameterGroup
+from .steps import Kind
+
+
+class Round:
+    """A round of gradient exchanges, and the optimizers that use it. ``finish``: ends it, since a new one follows.
+
+    ``scaler``: a ``GradScaler``, if one is in use.
+    """
+
+    def __init__(self, finish: Callable[[], None], scaler: Any) -> None:
+        self._finish, self._scaler = finish, scaler
+        #: Optimizers that have taken part in the update, and the buckets that were reduced.
+        self.stepped: dict[torch.optim.Optimizer, Kind] = {}
+        self.reduced: set[object] = set()
+        self._scale: float | None = None
+        self.used = self.updates = False  # whether its gradients are in use, and its update
+
+    def begin(self) -> None:
+        """Begin the next round."""
+        self.stepped, self.reduced, self._scale = {}, set(), None
+        self.used = self.updates = False
+
+    def gathering(self) -> None:
+        """Note that parameters are about to be gathered: no further optimizer takes part in the update."""
+        if self.stepped:
+            self._finish()
+
+    def reducing(self, bucket: object) -> None:
+        """Note that the gradients of ``bucket`` are about to be reduced; again in the next round."""
+        self.gathering()
+        if bucket in self.reduced:
+            self._finish()
+        if not self.reduced and self._scaler is not None and self._scaler.is_enabled():
+            self._scale = self._scaler.get_scale()
+        self.reduced.add(bucket)
+
+    def loss_scale(self) -> float | None:
+        """Return the factor of the loss, if there is one."""
+        return self._scale
+
+    @property
+    def rejected(self) -> bool:
+        """Whether the scaler has rejected the gradients: its factor is smaller now."""
+        return self._scale is not None and self._scaler.get_scale() < self._scale
 
 
 class Handle(dist.Work):
@@ -43,27 +87,32 @@ def handle_of(transfer: Transfer, async_op: bool) -> Handle | None:
     return None
 
 
-class Gather:
-    """The gather of one parameter group, bucket ``number`` of ``lossy``. ``clock``: the run, :class:`.LossyFSDP`.
-
-    ``reduce``: the group's reduce-scatter. ``before``: the exchanges that the group had.
-
-    The first gather is reliable; so is one after weights were loaded. After an update, one gather sends something.
-    Until the next update the replica answers, without a byte.
-    """
+class GroupExchange:
+    """An exchange of one parameter group, bucket ``number`` of ``lossy``. ``clock``: the run, :class:`.LossyFSDP`."""
 
     def __init__(self, clock: Any, group: ParameterGroup, lossy: LossyGroup, number: int) -> None:
         self._clock = clock
         self.group = group
         self.lossy = lossy
         self.number = number
+        #: Bytes that this rank has sent to others.
+        self.sent_bytes = 0
+
+
+class Gather(GroupExchange):
+    """The gather. ``reduce``: the group's reduce-scatter. ``before``: the exchanges that the group had.
+
+    The first gather is reliable; so is one after weights were loaded. After an update, one gather sends something.
+    Until the next update the replica answers, without a byte.
+    """
+
+    def __init__(self, clock: Any, group: ParameterGroup, lossy: LossyGroup, number: int) -> None:
+        super().__init__(clock, group, lossy, number)
         self.reduce = Reduce(clock, group, lossy, number)
         self.before = group.exchanges
         self._restarts: int | None = None  # the run's count of restarts, when the replica was gathered
         self._update: int | None = None  # the update that was gathered
         self._version = 0  # of this rank's shard, when optimizers and mechanisms had last written it
-        #: Bytes that this rank has sent to others.
-        self.sent_bytes = 0
 
     @cached_property
     def replica(self) -> torch.Tensor:
@@ -88,7 +137,7 @@ class Gather:
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return the replica, into which FSDP2 copies this rank's shard before it calls for the gather."""
-        self._clock.gathering()
+        self._clock.round.gathering()
         self._check(size, dtype)
         if not self.fresh:
             self._clock.updated()
@@ -138,16 +187,8 @@ class Gather:
             )
 
 
-class Reduce:
-    """The reduce-scatter of the gradients of one parameter group, bucket ``number`` of ``lossy``. ``clock``: the run."""
-
-    def __init__(self, clock: Any, group: ParameterGroup, lossy: LossyGroup, number: int) -> None:
-        self._clock = clock
-        self.group = group
-        self.lossy = lossy
-        self.number = number
-        #: Bytes that this rank has sent to others.
-        self.sent_bytes = 0
+class Reduce(GroupExchange):
+    """The reduce-scatter of gradients."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return a buffer as torch's own reduce-scatter takes it."""
@@ -168,13 +209,12 @@ class Reduce:
             op = dist.ReduceOp.SUM
         averaged = op == dist.ReduceOp.AVG
         assert averaged or op == dist.ReduceOp.SUM
-        self._clock.reducing(self)
+        self._clock.round.reducing(self)
         self.sent_bytes += self.lossy.sent_bytes("grad", self.number, output_tensor)
         collective = partial(reduce_scatter_single, output_tensor, input_tensor, op=op, group=group, async_op=async_op)
-        exchange, clock = Exchange("grad", self.lossy.stream, self._clock.iteration), self._clock
-        x = Gradients(
-            exchange, self.number, input_tensor, output_tensor, collective, averaged, clock.loss_scale, clock.gapless
-        )
+        exchange, scale = Exchange("grad", self.lossy.stream, self._clock.iteration), self._clock.round.loss_scale
+        gapless = self._clock.gapless
+        x = Gradients(exchange, self.number, input_tensor, output_tensor, collective, averaged, scale, gapless)
         transfer = self.lossy.reduce_scatter(x)
         return handle_of(transfer.then(lambda _: self.lossy.keep_lost(x.bucket, x.exchange.step)), async_op)
 

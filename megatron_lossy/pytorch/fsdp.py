@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,17 +13,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ..base.device import all_gather_single
 from ..base.registry import MECHANISMS
-from ..channel.corruption import Errors
+from ..channel.corruption.applied import Errors
 from ..config import PHASES, LossyConfig
-from ..run.base import ObservedExchanges
-from ..run.replicas import BucketReplica, RankReplicas, load_stale_state, stale_state
-from ..transport import LossyGroup, Network, find_nodes
+from ..run.replicas import BucketReplica, RankReplicas, gathered_reliably, load_stale_state, stale_state
+from ..transport import LossyGroup, Network
 from ..transport.sites import Scalars, Sites, make_group
 from .base import LossyRun
 from .exchanges import Gather
-from .layout import ParameterGroup, ShardedStream, streams_of
+from .layout import ParameterGroup, streams_of
 
 #: Of all models of this process.
 _scalars = Scalars()
@@ -56,51 +54,48 @@ class LossyFSDP(LossyRun):
         self._lossy: list[LossyGroup] = []
         MECHANISMS.attach(self)
         self._streams = streams_of([group for group in groups if group.trained])
-        ranks = [stream.ranks for stream in self._streams]
+        ranks = [stream[0].ranks for stream in self._streams]
         self._sites.open(ranks)
         self._of_scalars = Sites(config.sites)
         self._of_scalars.open([dist.group.WORLD, *ranks])
-        for stream in self._streams:
-            self._add(stream)
+        for number, stream in enumerate(self._streams):
+            self._add(number, stream)
         for gather in self._gathers:
             gather.group.exchange_by(gather, gather.reduce)
         self.events.built()
         if config.sites is not None:
             _scalars.add(self._of_scalars)
 
-    def _add(self, stream: ShardedStream) -> None:
-        lossy = self._group_of(stream)
+    def _add(self, chunk: int, groups: Sequence[ParameterGroup]) -> None:
+        lossy = self._group_of(chunk, groups)
         self._lossy.append(lossy)
-        if self.config.errs and len(stream.all_ranks) > 1:
-            lossy.errors = self._errors_of(stream, lossy)
-        for number, group in enumerate(stream.groups):
+        if self.config.errs and len(groups[0].all_ranks) > 1:
+            lossy.errors = self._errors_of(groups, lossy)
+        for number, group in enumerate(groups):
             self._gathers.append(Gather(self, group, lossy, number))
             rule = lossy.params[number]
             if not rule.exact and group.spec.param_dtype != torch.float32:
                 rule.weights = group.weights  # type: ignore[attr-defined]  # 16 bits are sent, 32 are updated
 
-    def _group_of(self, sharded: ShardedStream) -> LossyGroup:
-        ranks = sharded.all_ranks
-        nodes = None
-        if self.config.ranks_of_node is not None:
-            everywhere = find_nodes(None, self.config.ranks_of_node)
-            nodes = [everywhere[rank] for island in self.islands or [ranks] for rank in island]
+    def _group_of(self, chunk: int, groups: Sequence[ParameterGroup]) -> LossyGroup:
+        ranks, sharing = groups[0].all_ranks, groups[0].ranks
+        nodes = self.nodes_of([rank for island in self.islands or [ranks] for rank in island])
         size = self.config.members(self.jobs * len(ranks))
         networks = {phase: Network(self.config, phase, size, nodes) for phase in PHASES}
         first = self.job * len(ranks)  # no two islands lose the same
-        members = [first + ranks.index(rank) for rank in dist.get_process_group_ranks(sharded.ranks)]
-        stream = replace(self.stream, chunk=sharded.stream.chunk)
-        specs = [group.spec for group in sharded.groups]
-        site = self._sites.of(sharded.ranks)
-        return make_group(self.config, specs, networks, members, stream, self.steps, sharded.ranks, site)
+        members = [first + ranks.index(rank) for rank in dist.get_process_group_ranks(sharing)]
+        stream = replace(self.stream, chunk=chunk)
+        specs = [group.spec for group in groups]
+        site = self._sites.of(sharing)
+        return make_group(self.config, specs, networks, members, stream, self.steps, sharing, site)
 
-    def _errors_of(self, stream: ShardedStream, lossy: LossyGroup) -> Errors:
+    def _errors_of(self, groups: Sequence[ParameterGroup], lossy: LossyGroup) -> Errors:
         ranges = []
-        for group in stream.groups:
+        for group in groups:
             shard = group.spec.shard
             inside = np.clip(group.used(gradients=True) - lossy.own * shard, 0, shard)
             ranges.append(inside[inside[:, 0] < inside[:, 1]])
-        dtypes = [group.spec.grad_dtype for group in stream.groups]
+        dtypes = [group.spec.grad_dtype for group in groups]
         rank = lossy.wire.members[lossy.rank] if lossy.members is None else lossy.own
         return self.errors_of(dtypes, ranges, rank)
 
@@ -149,17 +144,13 @@ class LossyFSDP(LossyRun):
     def groups(self) -> list[LossyGroup]:
         return self._lossy
 
-    @property
-    def streams(self) -> Sequence[ObservedExchanges]:
-        return self._lossy
-
     def replicas(self) -> list[RankReplicas]:
         return [
             RankReplicas(
                 lossy,
-                lossy.members or stream.ranks,
+                lossy.members or stream[0].ranks,
                 [lossy.view(gather.replica) for gather in self._gathers if gather.lossy is lossy],
-                partial(_used, stream.groups, lossy),
+                partial(_used, stream, lossy),
             )
             for stream, lossy in zip(self._streams, self._lossy, strict=True)
         ]
@@ -198,22 +189,12 @@ class LossyFSDP(LossyRun):
 
     @contextlib.contextmanager
     def exchanged_weights(self, model_chunks: Any = None) -> Iterator[None]:
-        restore: list[Callable[[], None]] = []
+        held = []
         if self.update is not None and not self.config.untouched("param"):
             self.settle()
-            with torch.no_grad():
-                for gather in self._gathers:
-                    put_back = gather.lossy.put_stale_aside(gather.number, gather.replica, self.update)
-                    if put_back is not None:
-                        all_gather_single(gather.replica, gather.own, group=gather.group.ranks)
-                        restore.append(put_back)
-        try:
-            with self.opened():
-                yield
-        finally:
-            with torch.no_grad():
-                for put_back in restore:
-                    put_back()
+            held = self._held()
+        with gathered_reliably(held, self.update), self.opened():
+            yield
 
     # --- saved state -----------------------------------------------------------------------------------------------
 
@@ -239,7 +220,9 @@ class LossyFSDP(LossyRun):
         return {"world size": dist.get_world_size(), **sizes}
 
     def _held(self) -> list[BucketReplica]:
-        return [BucketReplica(gather.lossy, gather.number, gather.replica) for gather in self._gathers]
+        return [
+            BucketReplica(gather.lossy, gather.number, gather.replica, gather.group.ranks) for gather in self._gathers
+        ]
 
     def exchanged_state(self) -> Any:
         if self.update is not None:

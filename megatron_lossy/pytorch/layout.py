@@ -7,8 +7,6 @@ parts of all parameters one after another, each padded to the size of the first 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -17,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from ..base.errors import refuse
-from ..base.exchange import Stream
 from ..transport import BucketSpec
 
 
@@ -161,21 +158,13 @@ class ParameterGroup:
         return any(hasattr(tensor, "fsdp_pre_all_gather") for tensor in local)
 
 
-@dataclass(frozen=True)
-class ShardedStream:
-    """The groups that the same ranks exchange, in the order of ``model.modules()``."""
-
-    stream: Stream
-    ranks: dist.ProcessGroup
-    all_ranks: list[int]
-    groups: list[ParameterGroup]
-
-
 def parameter_groups(model: torch.nn.Module) -> list[ParameterGroup]:
     """Return all groups, in the order of ``model.modules()``. Raise :class:`UsageError` for two of one module."""
+    from torch.distributed.fsdp import FSDPModule
+
     found: dict[int, ParameterGroup] = {}
-    for name, module, state in _states(model):
-        groups = _groups_of(state)
+    for name, module in model.named_modules():
+        groups = _groups_of(module._get_fsdp_state()) if isinstance(module, FSDPModule) else []
         if len(groups) > 1:
             why = f"has {len(groups)} parameter groups (shard_placement_fn with several meshes), and torch has one place for "
             raise refuse(
@@ -189,14 +178,6 @@ def parameter_groups(model: torch.nn.Module) -> list[ParameterGroup]:
     return list(found.values())
 
 
-def _states(model: torch.nn.Module) -> Iterator[tuple[str, Any, Any]]:
-    from torch.distributed.fsdp import FSDPModule
-
-    for name, module in model.named_modules():
-        if isinstance(module, FSDPModule):
-            yield name, module, module._get_fsdp_state()
-
-
 def _groups_of(state: Any) -> list[Any]:
     several = getattr(state, "_fsdp_param_groups", None)  # torch before 2.12 has at most one
     if several is not None:
@@ -204,12 +185,9 @@ def _groups_of(state: Any) -> list[Any]:
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
-def streams_of(groups: list[ParameterGroup]) -> list[ShardedStream]:
-    """Return the streams of ``groups``: one for each group of ranks, numbered in the order in which they come first."""
+def streams_of(groups: list[ParameterGroup]) -> list[list[ParameterGroup]]:
+    """Return the ``groups`` of each stream: those that the same ranks exchange, in the order in which they come first."""
     by_ranks: dict[tuple[int, ...], list[ParameterGroup]] = {}
     for group in groups:
         by_ranks.setdefault(tuple(dist.get_process_group_ranks(group.ranks)), []).append(group)
-    return [
-        ShardedStream(Stream(chunk=number), own[0].ranks, own[0].all_ranks, own)
-        for number, own in enumerate(by_ranks.values())
-    ]
+    return list(by_ranks.values())

@@ -71,7 +71,8 @@ class Steps:
         if hasattr(optimizer, "found_inf"):
             self._run.check_scaler()
         self._run.use_gradients(kind)
-        self._begun[optimizer] = kind, _copies(optimizer) if kind is Kind.IDLE else []
+        copies = [value.clone() for value in _values(optimizer)] if kind is Kind.IDLE else []
+        self._begun[optimizer] = kind, copies
 
     def after(self, optimizer: torch.optim.Optimizer) -> None:
         """End a step."""
@@ -79,7 +80,8 @@ class Steps:
         if optimizer not in self._begun:
             raise refuse("optimizer", name, "did not call its closure; call step() without one")
         kind, copies = self._begun.pop(optimizer)
-        if not all(map(_equal, copies, _values(optimizer) if copies else [])):
+        equal = partial(torch.allclose, rtol=0, atol=0, equal_nan=True)
+        if not all(map(equal, copies, _values(optimizer) if copies else [])):
             raise refuse(
                 "optimizer", name, "changes weights without gradients, or with a learning rate of 0; use another"
             )
@@ -141,11 +143,3 @@ def _values(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Return the values of all parameters in this process; not copies."""
     tensors = (parameter.detach() for group in optimizer.param_groups for parameter in group["params"])
     return [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
-
-
-def _copies(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [value.clone() for value in _values(optimizer)]
-
-
-def _equal(before: torch.Tensor, after: torch.Tensor) -> bool:
-    return torch.allclose(before, after, rtol=0, atol=0, equal_nan=True)

@@ -9,7 +9,7 @@ Torch is imported when it is needed: flags are checked where it is not installed
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -220,13 +220,12 @@ class IndexedRows:
                 view.mul_(_float32(values, shard.device))
 
 
-class MaskedRows:
-    """The same operations with full-size masks: their shapes do not depend on the loss."""
+class MaskedRows(IndexedRows):
+    """The same operations with full-size masks: their shapes do not depend on the loss. ``take`` copies everything."""
 
     @staticmethod
     def nothing(lost: Lost) -> bool:
-        """See :meth:`IndexedRows.nothing`; never True, because a skipped graph would be another graph."""
-        return False
+        return False  # a skipped graph would be another graph
 
     @staticmethod
     def _mask(lost: Lost, numbers: slice, device: torch.device) -> torch.Tensor:
@@ -234,53 +233,48 @@ class MaskedRows:
         return mask if lost.spared is None else mask & ~lost.spared[:, numbers, None]
 
     @classmethod
+    def _shards(
+        cls, buffer: torch.Tensor, units: BucketUnits, lost: Lost, saved: Saved
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Yield the kept values, a view and the mask of each shard: no second whole copy of the bucket is needed."""
+        for (view, numbers), (value,) in zip(unit_views(buffer, units), saved, strict=True):
+            used_here((value,))
+            yield from zip(value, view, cls._mask(lost, numbers, buffer.device), strict=True)
+
+    @classmethod
     def zero_(cls, buffer: torch.Tensor, units: BucketUnits, lost: Lost) -> None:
-        """See :meth:`IndexedRows.zero_`."""
         for view, numbers in unit_views(buffer, units):
             view.masked_fill_(cls._mask(lost, numbers, buffer.device), 0)
 
     @classmethod
     def take(cls, buffer: torch.Tensor, units: BucketUnits, lost: Lost) -> Saved:
-        """See :meth:`IndexedRows.take`; copies everything."""
         return [(view.clone(),) for view, _ in unit_views(buffer, units)]
 
     @classmethod
     def put_(cls, buffer: torch.Tensor, units: BucketUnits, lost: Lost, saved: Saved) -> None:
-        """See :meth:`IndexedRows.put_`. It works shard by shard: no second whole copy of the bucket is needed."""
-        for (view, numbers), (value,) in zip(unit_views(buffer, units), saved, strict=True):
-            used_here((value,))
-            for old, new, mask in zip(value, view, cls._mask(lost, numbers, buffer.device), strict=True):
-                new.copy_(old.where(mask, new))
+        for old, new, mask in cls._shards(buffer, units, lost, saved):
+            new.copy_(old.where(mask, new))
 
     @classmethod
     def add_(cls, buffer: torch.Tensor, units: BucketUnits, lost: Lost, saved: Saved) -> None:
-        """See :meth:`IndexedRows.add_`."""
-        for (view, numbers), (value,) in zip(unit_views(buffer, units), saved, strict=True):
-            used_here((value,))
-            for old, new, mask in zip(value, view, cls._mask(lost, numbers, buffer.device), strict=True):
-                new.copy_((new + old).to(new.dtype).where(mask, new))
+        for old, new, mask in cls._shards(buffer, units, lost, saved):
+            new.copy_((new + old).to(new.dtype).where(mask, new))
 
     @classmethod
     def clear_(cls, buffer: torch.Tensor, units: BucketUnits, lost: Lost, saved: Saved) -> None:
-        """See :meth:`IndexedRows.clear_`."""
         cls.zero_(buffer, units, lost)
 
     @staticmethod
     def narrow(units: BucketUnits, lost: Lost, left: Lost, saved: Saved) -> Saved:
-        """See :meth:`IndexedRows.narrow`; ``saved`` has everything anyway."""
-        return saved
+        return saved  # which has everything anyway
 
     @staticmethod
     def scale_(shard: torch.Tensor, units: BucketUnits, factors: np.ndarray) -> None:
-        """See :meth:`IndexedRows.scale_`. The factors are a tensor: a number would become part of the graph."""
         for view, numbers in unit_views(shard, units):
-            view.mul_(_float32(factors[numbers], shard.device))
+            view.mul_(_float32(factors[numbers], shard.device))  # a number would become part of the graph
 
 
-Rows = type[IndexedRows] | type[MaskedRows]
-
-
-def rows_for(device: torch.device | None = None) -> Rows:
+def rows_for(device: torch.device | None = None) -> type[IndexedRows]:
     """Return the implementation that suits ``device``; by default the accelerator of this process."""
     import torch
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 from ..base.errors import UsageError, refuse
 from ..base.exchange import Delivery
@@ -21,7 +22,7 @@ from ..channel.corruption import Corruption, make_corruption
 from ..config import PHASES, LossyConfig
 from ..config.facts import Facts
 from ..config.refusal import check_refusals
-from ..delivery_log.events import EventLog, all_kinds
+from ..delivery_log.events import EventLog, has_events
 from ..delivery_log.writer import DeliveryLog
 from ..transport import LossyGroup
 from .mechanism import Events, Part
@@ -121,25 +122,24 @@ class Run(ABC):
     def groups(self) -> list[LossyGroup]:
         """The lossy groups of every worker of this process."""
 
-    @abstractmethod
     def exchanged_weights(self, model_chunks: Any) -> contextlib.AbstractContextManager[None]:
         """Return :meth:`owner_weights` of a run whose exchanges keep them."""
+        return contextlib.nullcontext()
 
     @abstractmethod
     def identity(self) -> dict[str, Any]:
         """Return the settings that must be equal for saved replicas to mean the same, by their names in errors."""
 
-    @abstractmethod
     def exchanged_state(self) -> Any:
         """Return the ``replicas`` of :meth:`replica_state` in a run whose replicas differ only by lost exchanges."""
+        return None
 
-    @abstractmethod
     def load_exchanged_state(self, state: Any) -> None:
         """Restore :meth:`exchanged_state`."""
 
-    @abstractmethod
     def replica_file(self) -> str:
         """Return the name of this process's file of saved replicas."""
+        return f"rank_{dist.get_rank():05d}.pt"
 
     def error_of_missing(self, folder: str | os.PathLike, path: Path) -> UsageError:
         """Return the error that the checkpoint in ``folder`` lacks the saved replicas at ``path``."""
@@ -159,20 +159,14 @@ class Run(ABC):
         return [*wires, *(carrier for part in self.parts for carrier in part.carriers)]
 
     @property
-    @abstractmethod
     def streams(self) -> Sequence[ObservedExchanges]:
         """Exchanges with deliveries of their own: the groups of a real rank, the streams of a virtual cluster."""
+        return self.groups
 
-    @property
-    def known_later(self) -> bool:
-        """Whether deliveries of an iteration are known only when the next one is under way."""
-        return any(group.wire.observed for group in self.groups)
-
-    @abstractmethod
     def replicas(self) -> Sequence[Replicas]:
         """Return each stream's replicas, as they are."""
+        return []
 
-    @abstractmethod
     def settle(self) -> None:
         """Let every replica receive its part of the last update. A collective call."""
 
@@ -243,7 +237,7 @@ class Run(ABC):
         for observer in self.observers if happened else ():
             observer.happened(self.iteration, happened)
         self._unreported = (self.iteration, successful, all_reduced)
-        if not self.known_later:
+        if not any(group.wire.observed for group in self.groups):  # else they are known in the next one
             self.tell_observers(self._settled_replicas)
         self.iteration += 1
         for group in self.groups:
@@ -365,14 +359,17 @@ class Run(ABC):
 
         Observers save to files of their own in any case.
         """
+        self._save_observers()
+        if not self.config.save_replicas or self.config.inert:
+            return
+        write(Path(folder, REPLICAS, self.replica_file()), self._state())
+
+    def _save_observers(self) -> None:
         if self._unreported is not None:
             self.settle()
             self.tell_observers()
         for observer in self.observers:
             observer.save()
-        if not self.config.save_replicas or self.config.inert:
-            return
-        write(Path(folder, REPLICAS, self.replica_file()), self._state())
 
     def _state(self) -> dict[str, Any]:
         return {
@@ -391,10 +388,13 @@ class Run(ABC):
         """
         if not self.config.save_replicas or self.config.inert:
             return
+        self._load_state(self._saved_in(folder))
+
+    def _saved_in(self, folder: str | os.PathLike) -> dict[str, Any]:
         path = Path(folder, REPLICAS, self.replica_file())
         if not path.is_file():
             raise self.error_of_missing(folder, path)
-        self._load_state(read(path, self.device, self._whole_identity(), folder))
+        return read(path, self.device, self._whole_identity(), folder)
 
     def _load_state(self, state: Mapping[str, Any]) -> None:
         self.iteration, self.update = state["iteration"], state["update"]
@@ -424,6 +424,6 @@ def make_observers(run: Any, writer: int | None = None) -> list[Observer]:
     logs = config.delivery_log is not None and not config.jobs().apart  # else jobs have no exchanges in common
     if logs and not config.lossless:
         observers.append(DeliveryLog(config, writer))
-    if logs and any(kinds.happen(config) for kinds in all_kinds()):
+    if logs and has_events(config):
         observers.append(EventLog(config, writer))
     return observers + [observer for mechanism in MECHANISMS.all() for observer in mechanism.observers(run, writer)]

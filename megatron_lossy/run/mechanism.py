@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ..base.section import Flags
 
 if TYPE_CHECKING:
+    import pyarrow
+
     from ..config import LossyConfig
     from ..config.refusal import Section
-    from ..delivery_log.events import Kinds
     from ..transport import Wire
     from .monitor import Observer
 
@@ -68,9 +69,14 @@ class Mechanism:
         return rules
 
     @classmethod
-    def kinds(cls) -> type[Kinds] | None:
-        """Return the kinds of its own events in the log; ``None`` if it has none."""
-        return None
+    def has_events(cls, config: LossyConfig) -> bool:
+        """Return whether the flags can lead to events of its own in the log."""
+        return False
+
+    @classmethod
+    def event_columns(cls) -> Sequence[pyarrow.Field]:
+        """Return the columns that its events add to the log."""
+        return []
 
 
 class Event(list[Callable[..., None]]):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,16 +45,36 @@ class RankReplicas(Replicas):
 
 @dataclass(frozen=True)
 class BucketReplica:
-    """This rank's ``replica`` [N * shard] of a bucket: that of number ``bucket`` in ``group``."""
+    """This rank's ``replica`` [N * shard] of a bucket: that of number ``bucket`` in ``group``. ``ranks``: its owners."""
 
     group: LossyGroup
     bucket: int
     replica: torch.Tensor
+    ranks: dist.ProcessGroup
 
     @property
     def view(self) -> torch.Tensor:
         """The part of the replica that the group exchanges."""
         return self.group.view(self.replica)
+
+
+@contextlib.contextmanager
+def gathered_reliably(held: Sequence[BucketReplica], update: int | None) -> Iterator[None]:
+    """Return a context in which the replicas ``held`` have their owners' weights of ``update``. A collective call."""
+    restore = []
+    with torch.no_grad():
+        for part in held:
+            put_back = part.group.put_stale_aside(part.bucket, part.replica, update)
+            if put_back is not None:
+                own = part.replica.chunk(part.group.shards)[part.group.own]
+                all_gather_single(part.replica, own, group=part.ranks)
+                restore.append(put_back)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for put_back in restore:
+                put_back()
 
 
 def stale_state(held: Sequence[BucketReplica], update: int | None) -> list[Any]:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from ..base.errors import UsageError
 from ..base.exchange import Delivery, Exchange, Stream
-from ..channel.corruption import Errors, scaled_unit
+from ..channel.corruption.applied import Errors, scaled_unit
 from ..config import PHASES, LossyConfig
 from ..config.facts import Facts
 from ..config.refusal import check_refusals

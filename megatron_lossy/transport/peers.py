@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ..base.fetch import Fetched, aside
+from ..base.fetch import PendingArray, aside
 from ..recovery.rows import to_device, used_here
 from .base import Transfer
 
@@ -66,7 +66,7 @@ class RankPeers(Peers):
             words, dtype = to_device(np.ascontiguousarray(rows[0]).view(np.int64), self._device), rows.dtype
         everyone = [torch.empty_like(words) for _ in range(self.size)]
         dist.all_gather(everyone, words, group=self.group)
-        return Fetched(torch.stack(everyone)).wait().view(dtype)
+        return PendingArray(torch.stack(everyone)).wait().view(dtype)
 
     def sum_(self, tensors: Sequence[torch.Tensor]) -> Transfer:
         return self._exchange(tensors, partial(dist.all_reduce, group=self.group, async_op=True))
@@ -92,7 +92,7 @@ class RankPeers(Peers):
         with aside(self._device):  # so that what is computed does not wait for the others
             work.wait()
             used_here((there,))
-            back = Fetched(bytes_of(there))
+            back = PendingArray(bytes_of(there))
 
         def end() -> None:
             bytes_of(tensor).copy_(torch.from_numpy(back.wait()))
@@ -114,7 +114,7 @@ class LocalPeers(Peers):
 
     def gather(self, rows: np.ndarray | torch.Tensor) -> np.ndarray:
         assert len(rows) == self.size
-        return (Fetched(rows).wait() if isinstance(rows, torch.Tensor) else rows).copy()
+        return (PendingArray(rows).wait() if isinstance(rows, torch.Tensor) else rows).copy()
 
     def sum_(self, tensors: Sequence[torch.Tensor]) -> Transfer:
         total = tensors[0].clone()

@@ -14,23 +14,19 @@ two's complement, the even element low; an odd last one is filled up with 0. So 
 
 u has 16 bits of a hash of the element's number and a key. With 24 bits 127 + u could be 128 in float32. The hash is a
 counter through two rounds of multiply and shift (the finaliser of MurmurHash3) with both halves of the key in between; its
-32 bits serve two elements. Torch is imported when it is needed. On a CPU a C library does the same (:mod:`.compiled`).
+32 bits serve two elements. On a CPU a C library does the same (:mod:`.compiled`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import torch
 
 from ..exchange import BucketUnits
-from . import compiled
+from . import SCALE, block_bytes, compiled
 
-if TYPE_CHECKING:
-    import torch
-
-#: Bytes of a scale.
-_SCALE = 2
 #: The least scale above 0: of a normal number, since some devices take smaller ones for 0.
 _LEAST = 2.0**-126
 #: The bits of a NaN.
@@ -55,18 +51,13 @@ class BlockCode:
         """L, the largest code."""
         return int(2 ** (self.bits - 1)) - 1
 
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of a whole block with its scale."""
-        return self.block * self.bits // 8 + _SCALE
-
     def elements(self, packet_bytes: int) -> int:
         """Return elements of a packet of at most ``packet_bytes``: whole blocks; 0 if none fits."""
-        return self.block * (packet_bytes // self.block_bytes)
+        return self.block * (packet_bytes // block_bytes(self.bits, self.block))
 
     def size(self, elements: int) -> int:
         """Return bytes of the payload of a unit of so many ``elements``."""
-        return _SCALE * -(-elements // self.block) + -(-elements * self.bits // 8)
+        return SCALE * -(-elements // self.block) + -(-elements * self.bits // 8)
 
     def payloads(self, units: BucketUnits) -> BucketUnits:
         """Return the cut of a coded bucket, in bytes: of a shard, and of a unit."""
@@ -83,8 +74,6 @@ class BlockCode:
         ``keys``: int32[R, 2] on the device of ``values``, a key for each row; without keys values are rounded to
         nearest, half to even. ``first``: the number of the shard's first element, an even number.
         """
-        import torch
-
         payloads = values.new_empty(len(values), self.payloads(units).shard, dtype=torch.uint8)
         if compiled.serves(values):
             compiled.encode(values.float(), payloads, units.elements, self.bits, self.block, keys, first)
@@ -93,10 +82,10 @@ class BlockCode:
             scales, codes = self._coded(x, keys, first + place)
             count, blocks = payload.shape[1], -(-x.shape[2] // self.block)
             halves = (scales.view(torch.int32) >> 16).view(len(values), count, blocks)
-            payload[:, :, : blocks * _SCALE : _SCALE] = (halves & 255).to(torch.uint8)
-            payload[:, :, 1 : blocks * _SCALE : _SCALE] = (halves >> 8 & 255).to(torch.uint8)
+            payload[:, :, : blocks * SCALE : SCALE] = (halves & 255).to(torch.uint8)
+            payload[:, :, 1 : blocks * SCALE : SCALE] = (halves >> 8 & 255).to(torch.uint8)
             flat = codes.to(torch.int8).view(len(values), count, -1)
-            payload[:, :, blocks * _SCALE :] = self._packed(flat[:, :, : x.shape[2]])
+            payload[:, :, blocks * SCALE :] = self._packed(flat[:, :, : x.shape[2]])
         return payloads
 
     def decode(self, payloads: torch.Tensor, units: BucketUnits, values: torch.Tensor) -> torch.Tensor:
@@ -104,8 +93,6 @@ class BlockCode:
 
         Values are those in float32, rounded to another dtype where ``values`` has one.
         """
-        import torch
-
         if compiled.serves(payloads, values):
             decoded = values if values.dtype == torch.float32 else torch.empty(values.shape)
             compiled.decode(payloads, decoded, units.elements, self.bits, self.block, _largest(values.dtype))
@@ -114,9 +101,9 @@ class BlockCode:
         for x, _, payload in self._parts(values, units, payloads):
             rows, count, elements = x.shape
             blocks = -(-elements // self.block)
-            low, high = (payload[:, :, byte : blocks * _SCALE : _SCALE].to(torch.int32) for byte in range(_SCALE))
+            low, high = (payload[:, :, byte : blocks * SCALE : SCALE].to(torch.int32) for byte in range(SCALE))
             scales = (low << 16 | high << 24).view(torch.float32).view(rows, count * blocks, 1)
-            codes = self._unpacked(payload[:, :, blocks * _SCALE :], elements)
+            codes = self._unpacked(payload[:, :, blocks * SCALE :], elements)
             decoded = (self._in_blocks(codes.float()) * scales).clamp_(-largest, largest)
             x.copy_(decoded.view(rows, count, -1)[:, :, :elements])
         return values
@@ -151,15 +138,11 @@ class BlockCode:
 
     def _in_blocks(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``x`` [R, count, elements] as [R, blocks of all units, B], filled up with zeros."""
-        import torch
-
         missing = -x.shape[2] % self.block
         return (torch.nn.functional.pad(x, (0, missing)) if missing else x).reshape(len(x), -1, self.block)
 
     def _coded(self, x: torch.Tensor, keys: torch.Tensor | None, first: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return scales float32[R, blocks, 1] and codes float32[R, blocks, B] of ``x`` [R, count, elements]."""
-        import torch
-
         blocks = self._in_blocks(x.float())
         largest = blocks.abs().amax(dim=2, keepdim=True)
         bits = (largest / self.most).clamp_min_(_LEAST).view(torch.int32)
@@ -174,8 +157,6 @@ class BlockCode:
 
     def _packed(self, codes: torch.Tensor) -> torch.Tensor:
         """Return uint8[R, count, bytes] of int8 ``codes`` [R, count, elements]."""
-        import torch
-
         if self.bits == 8:
             return codes.view(torch.uint8)
         if codes.shape[2] % 2:
@@ -185,8 +166,6 @@ class BlockCode:
 
     def _unpacked(self, payload: torch.Tensor, elements: int) -> torch.Tensor:
         """Return int8[R, count, ``elements``] of the codes in ``payload`` uint8[R, count, bytes]."""
-        import torch
-
         if self.bits == 8:
             return payload.view(torch.int8)
         nibbles = torch.stack((payload << 4, payload), dim=3).flatten(2).view(torch.int8)
@@ -195,8 +174,6 @@ class BlockCode:
 
 def _largest(dtype: torch.dtype) -> float:
     """Return the largest number of ``dtype`` that float32 has too."""
-    import torch
-
     return min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
 
 
@@ -211,8 +188,6 @@ def uniforms(keys: torch.Tensor, first: int, count: int) -> torch.Tensor:
 
     ``count``: an even number. Multiples of 2^-16 in [0, 1).
     """
-    import torch
-
     start = (first // _PAIR + 2**31) % 2**32 - 2**31  # wraps as the counter does
     pairs = torch.arange(count // _PAIR, dtype=torch.int32, device=keys.device) + start
     hashed = (pairs * _COUNT)[None] ^ keys[:, :1]

@@ -5,13 +5,12 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from ..errors import UsageError
 from ..native import BLOCKS
-
-if TYPE_CHECKING:
-    import torch
 
 logger = logging.getLogger(__name__)
 

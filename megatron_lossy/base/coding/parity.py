@@ -6,8 +6,6 @@ included, is lost. A short last block of b packets has only max(1, ceil(c b / B)
 
 Up to c lost packets of data in a row come back wherever they begin, also across two blocks. Two conditions hold: none
 of their parities is lost, and a short last block loses at most as many packets as it has parities.
-
-If a block has more parities than packets, the parities are copies of its packets, in their order again and again.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from ..flags import check_code
 class Layout:
     """The protection of a message's packets.
 
-    ``packets``: packets of data in the message. ``block``: B, at most 65,535. ``parity``: c, in [1, 255].
+    ``packets``: packets of data in the message. ``block``: B, at most 65,535. ``parity``: c, at least 1, at most B and 255.
     """
 
     packets: int
@@ -34,26 +32,14 @@ class Layout:
     parity: int
 
     def __post_init__(self) -> None:
-        check_code("block and parity", self.block, self.parity, copies=True)
+        check_code("block and parity", self.block, self.parity)
 
     @cached_property
     def group(self) -> np.ndarray:
-        """int[packets]: the first parity that protects each packet, numbered over the message."""
+        """int[packets]: the parity that protects each packet, numbered over the message."""
         block, place = np.divmod(np.arange(self.packets), self.block)
-        return block * self.parity + place % self._groups[block]
-
-    @cached_property
-    def first(self) -> np.ndarray:
-        """int[parities]: the first parity with the same bytes; a parity that copies no other has its own number."""
-        number = np.arange(self.parities)
-        block = np.minimum(number // self.parity, max(len(self._groups) - 1, 0))
-        return block * self.parity + (number - block * self.parity) % self._groups[block]
-
-    @property
-    def _groups(self) -> np.ndarray:
-        """int[blocks]: the number of different parities of each block."""
-        whole, rest = divmod(self.packets, self.block)
-        return np.array([min(self.parity, self.block)] * whole + [min(self._last, rest)] * bool(rest), dtype=np.int64)
+        whole = self.packets // self.block
+        return block * self.parity + place % np.where(block < whole, self.parity, self._last)
 
     @property
     def _last(self) -> int:
@@ -81,18 +67,8 @@ class Layout:
         if not self.packets:
             return lost.copy()
         order, starts = self._by_group
-        firsts = np.flatnonzero(self.first == np.arange(self.parities))
-        count = np.add.reduceat(lost[..., order], starts[firsts], axis=-1, dtype=np.int64)
-        copies = np.argsort(self.first, kind="stable")
-        where = np.searchsorted(self.first[copies], firsts)
-        gone = np.logical_and.reduceat(lost_parity[..., copies], where, axis=-1)
-        return lost & (count + gone > 1)[..., np.searchsorted(firsts, self.group)]
-
-    def used(self, packets: np.ndarray, lost_parity: np.ndarray) -> np.ndarray:
-        """Return int[k]: the first parity that replaces each of ``packets`` int[k], of those not in ``lost_parity``."""
-        return np.array(
-            [np.flatnonzero((self.first == group) & ~lost_parity)[0] for group in self.group[packets]], dtype=np.int64
-        )
+        count = np.add.reduceat(lost[..., order], starts, axis=-1, dtype=np.int64)
+        return lost & (count + lost_parity > 1)[..., self.group]
 
 
 # --- the choice of the code ------------------------------------------------------------------------------------------

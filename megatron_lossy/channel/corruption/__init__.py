@@ -4,5 +4,4 @@ The models are those of *Identifying and Mitigating Errors in Gradient Aggregati
 Training* (PAFT), Definition 2.1 and section 5; flipped bits are ours (docs/corruption.md).
 """
 
-from .applied import REDUCED, SPARED, Errors, Hit, Reduction, apply, digest, scaled_unit
 from .base import Corruption, Event, make_corruption

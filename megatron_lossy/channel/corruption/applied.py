@@ -1,7 +1,4 @@
-"""The errors of one rank, applied to its gradients bucket by bucket, in any order.
-
-Functions import torch themselves, so that flags can be checked without it.
-"""
+"""The errors of one rank, applied to its gradients bucket by bucket, in any order."""
 
 from __future__ import annotations
 
@@ -10,17 +7,15 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from ...base.exchange import Exchange, Stream
-from ...base.fetch import Fetched
+from ...base.fetch import PendingArray
 from .base import LARGEST, Corruption, Event
 from .bit_flip import check_bits
-
-if TYPE_CHECKING:
-    import torch
 
 #: Kinds of events in the log besides those of errors: a gradient that an error left unchanged, and a reduction.
 SPARED, REDUCED = "spared", "reduced"
@@ -59,16 +54,14 @@ def apply(
     if not runs:
         return None
     if not isinstance(unit, (float, int)):
-        unit = float(Fetched(unit).wait())
+        unit = float(PendingArray(unit).wait())
     _add_noise(runs, event.seed, min(event.std * unit, LARGEST))  # a large unit makes it larger than torch takes
     return event
 
 
 def digest(buffer: torch.Tensor) -> bytes:
     """Return a digest of ``buffer`` (BLAKE2b, 8 bytes)."""
-    import torch
-
-    data = Fetched(buffer.detach().contiguous().view(torch.uint8)).wait()
+    data = PendingArray(buffer.detach().contiguous().view(torch.uint8)).wait()
     return hashlib.blake2b(data.tobytes(), digest_size=8).digest()
 
 
@@ -81,12 +74,10 @@ def _root_mean_square(
     runs: Sequence[torch.Tensor], unit: float | torch.Tensor, add_up: AddUp | None
 ) -> tuple[float, float]:
     """Return the root mean square of ``runs``, and ``unit``: both of one copy to the host."""
-    import torch
-
     numbers = [torch.linalg.vector_norm(run, dtype=torch.float32) for run in runs if len(run)]
     if isinstance(unit, torch.Tensor):
         numbers = [*(norm.double() for norm in numbers), unit]
-    values = Fetched(torch.stack(numbers)).wait().astype(np.float64) if numbers else np.zeros(0)
+    values = PendingArray(torch.stack(numbers)).wait().astype(np.float64) if numbers else np.zeros(0)
     if isinstance(unit, torch.Tensor):
         values, unit = values[:-1], float(values[-1])
     sums = np.array([(values**2).sum(), sum(map(len, runs))], dtype=np.float64)
@@ -95,8 +86,6 @@ def _root_mean_square(
 
 
 def _add_noise(runs: Sequence[torch.Tensor], seed: int, std: float) -> None:
-    import torch
-
     generator = torch.Generator(runs[0].device)
     generator.manual_seed(seed - 2**64 if seed >= 2**63 else seed)
     for run in runs:
@@ -107,8 +96,6 @@ def _add_noise(runs: Sequence[torch.Tensor], seed: int, std: float) -> None:
 
 
 def _flip(buffer: torch.Tensor, event: Event, lengths: Sequence[int], firsts: Sequence[int]) -> None:
-    import torch
-
     ends = np.cumsum(lengths)
     elements = np.array(event.elements, dtype=np.int64)
     run = np.searchsorted(ends, elements, side="right")
@@ -124,18 +111,11 @@ def _flip(buffer: torch.Tensor, event: Event, lengths: Sequence[int], firsts: Se
     whole[where] = whole[where] ^ flipped
 
 
-@dataclass(frozen=True)
-class Hit:
+class Hit(NamedTuple):
     """An error as it happened, and the digest of the bucket, or of the owner's shard of it, afterwards."""
 
     event: Event
     digest: bytes
-
-    def row(self) -> dict[str, Any]:
-        """Return the row for the log of events, without stream and rank."""
-        names = ("bucket", "kind", "std", "seed")
-        lists = {"elements": list(self.event.elements), "bits": list(self.event.bits)}
-        return {**{name: getattr(self.event, name) for name in names}, **lists, "digest": self.digest}
 
 
 @dataclass(frozen=True)
@@ -157,11 +137,11 @@ class Reduction:
     def rows(self) -> list[dict[str, Any]]:
         """Return rows for the log of events: one for the reduction, one for each error and each spared bucket."""
         where = {"stream": self.stream.name, "rank": self.rank}
-        return [
-            {**where, "kind": REDUCED, "sizes": list(self.sizes), "width": self.width},
-            *({**where, **hit.row()} for hit in self.hits),
-            *({**where, "kind": SPARED, "bucket": bucket} for bucket in self.spared),
-        ]
+        rows = [{**where, "kind": REDUCED, "sizes": list(self.sizes), "width": self.width}]
+        for event, digest in self.hits:
+            own = {name: getattr(event, name) for name in ("bucket", "kind", "std", "seed")}
+            rows.append({**where, **own, "elements": [*event.elements], "bits": [*event.bits], "digest": digest})
+        return rows + [{**where, "kind": SPARED, "bucket": bucket} for bucket in self.spared]
 
 
 class Errors:

@@ -215,3 +215,6 @@ SITES = Section(
     "--sites | data-parallel ranks that it does not divide | must divide the {data} data-parallel ranks",
     _uneven_sites,
 )
+
+#: In the order in which they are checked: a user sees the first that applies.
+SECTIONS = (CORE, PYTORCH, TRANSPORT, WORKERS, SITES)

@@ -133,7 +133,7 @@ def _priority() -> Iterator[Row]:
 def _replicas() -> Iterator[Row]:
     flips = dict(grad_error="bit-flip", grad_error_rate=1.0, replica_check="repair", param_sync_interval=2)
     yield Row("replicas-flips", _REPLICAS, flips)
-    noise = dict(grad_error="gaussian", grad_error_relative=0.1, param_sync_interval=2)
+    noise = dict(grad_error="gaussian:0.1rms", param_sync_interval=2)
     yield Row("replicas-noise", _REPLICAS, noise)
     yield Row("replicas-noise-under-way", _REPLICAS, {**noise, "param_sync_overlap": True, "param_sync_rule": "snr"})
     yield Row(

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
 from ...base.flags import as_flag
 from ...config import PHASES, RATES, LossyConfig, given
-from ...delivery_log.events import Kinds, Row, all_kinds, event_files, percent, read_events
+from ...delivery_log.events import Row, event_files, read_events
 from ...delivery_log.reader import DeliveryLogFolder, LogRows
+from ...mechanisms.boundaries.flags import BOUNDARY_PHASES
 
 
 def scan(folder: DeliveryLogFolder) -> Iterator[LogRows]:
@@ -84,18 +85,15 @@ def summary_text(folder: DeliveryLogFolder) -> str:
             lines += ["", f"{phase}: nothing recorded, nothing lost"]
         for stream, rates in sorted(found.get(phase, {}).items()):
             lines += ["", f"{phase}, {stream}, {len(rates.sent)} ranks", *_lines(rates)]
-    return "\n".join([*lines, *event_lines(folder)])
+    rows = ((file.rank, row) for file in event_files(folder.path) for row in read_events(file)[0].to_pylist())
+    for (phase, stream), total in sorted(message_totals(rows).items()):
+        lines += ["", f"{phase}, {stream}, after layer {total['layer']} of {total['layers']}", *_message_lines(total)]
+    return "\n".join(lines)
 
 
-def event_lines(folder: DeliveryLogFolder) -> list[str]:
-    """Return the lines of all kinds of events about those in ``folder``. Raise :class:`BadLog`."""
-    files = event_files(folder.path)
-
-    def rows(kinds: type[Kinds]) -> Iterator[tuple[int, Row]]:
-        for file in files:
-            yield from ((file.rank, row) for row in read_events(file)[0].to_pylist() if row["kind"] in kinds.names)
-
-    return [line for kinds in all_kinds() for line in kinds.summary(rows(kinds))]
+def percent(share: float) -> str:
+    """Return ``share`` for people."""
+    return f"{100 * share:.2f} %"
 
 
 def _lines(counts: Rates) -> list[str]:
@@ -107,4 +105,40 @@ def _lines(counts: Rates) -> list[str]:
             f"  per link  lowest {percent(rates[low])} ({low[0]} to {low[1]}), mean {percent(np.nanmean(rates))}, "
             f"highest {percent(rates[high])} ({high[0]} to {high[1]})"
         ),
+    ]
+
+
+# --- messages between stages -----------------------------------------------------------------------------------------
+
+
+def message_totals(rows: Iterable[tuple[int, Row]]) -> dict[tuple[str, str], Counter[str]]:
+    """Return sums over the messages of each phase and stream. ``rows``: each with the rank that wrote it.
+
+    ``asked``: packets that were sent again. ``layer`` and ``layers`` are those of the boundary.
+    """
+    found: dict[tuple[str, str], tuple[int, Counter[str]]] = {}
+    for writer, row in rows:
+        if row["kind"] not in BOUNDARY_PHASES:
+            continue
+        # Peers of tensor parallelism record the same.
+        first, total = found.setdefault((row["kind"], row["stream"]), (writer, Counter()))
+        if first == writer:
+            total.update({name: int(row[name]) for name in ("packets", "lost", "repaired", "again", "zeros")})
+            total.update(messages=1, asked=(row["lost"] - row["repaired"]) * row["again"])
+            total["layer"], total["layers"] = row["layer"], row["layers"]
+    return {key: total for key, (_, total) in found.items()}
+
+
+def _message_lines(total: Counter[str]) -> list[str]:
+    def share(count: str, of: str) -> str:
+        return percent(total[count] / max(1, total[of]))
+
+    return [
+        f"  lost      {total['lost']:,} of {total['packets']:,} packets, {share('lost', 'packets')}",
+        f"  repaired  {total['repaired']:,} by parity, {share('repaired', 'lost')} of lost packets",
+        (
+            f"  again     {total['asked']:,} packets of {total['again']:,} of {total['messages']:,} messages, "
+            f"{share('again', 'messages')} of these"
+        ),
+        f"  zeros     {total['zeros']:,} packets, {share('zeros', 'packets')}",
     ]

@@ -80,7 +80,7 @@ class Run:
     def clean(self) -> bool:
         """Whether nothing was lost or wrong in the run: the baseline."""
         errors, replicas = of_flags(ErrorFlags, self.config), of_flags(ReplicaFlags, self.config)
-        averages = replicas.synchronises and replicas.param_sync_always  # which changes equal replicas too
+        averages = replicas.synchronises and replicas.averages_always  # which changes equal replicas too
         return self.lossless and not errors.errs and not averages
 
     @property

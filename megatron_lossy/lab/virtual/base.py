@@ -19,7 +19,6 @@ from ...config.facts import Facts
 from ...config.refusal import check_refusals
 from ...hooks.facts import of_model
 from ...hooks.versions import optimizers
-from ...mechanisms.boundaries.part import attach_virtual
 from ...run.base import Run
 from ..async_pipeline.virtual import Stages
 
@@ -61,8 +60,6 @@ class VirtualRun(Run):
 
     def _attach_mechanisms(self) -> None:
         """Attach mechanisms, and the parts that some have in runs of virtual workers alone. None of them names its twin."""
-        if self.config.loses_at_boundaries:
-            attach_virtual(self)
         if (self.config.virtual_stages or 1) > 1:
             self.add_part(Stages(self.config.virtual_stages))
         MECHANISMS.attach(self)

@@ -24,7 +24,6 @@ from ...mechanisms.replicas.held import HeldReplicas
 from ...mechanisms.replicas.repair import Buckets
 from ...mechanisms.replicas.streams import Main, Mains, ReplicaStream, streams_of
 from ...mechanisms.replicas.synchroniser import Tensors
-from ...run.base import ModelChunks
 from ...transport import LossyGroup
 from ...transport.peers import LocalPeers, Peers
 from .base import VirtualRun
@@ -264,18 +263,8 @@ class VirtualReplicas(VirtualRun):
 
     # --- answers of every run --------------------------------------------------------------------------------------
 
-    def exchanged_weights(self, model_chunks: ModelChunks) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()  # while one stands for all
-
     @property
     def groups(self) -> list[LossyGroup]:
-        return []
-
-    @property
-    def streams(self) -> list[Any]:
-        return []
-
-    def replicas(self) -> list[Any]:
         return []
 
     @property
@@ -285,9 +274,3 @@ class VirtualReplicas(VirtualRun):
     def identity(self) -> dict[str, Any]:
         sizes = bucket_sizes([(stream.stream, stream.pairs) for stream in self.held.streams])
         return {"workers": self.workers, "--use-distributed-optimizer": "off", **sizes}
-
-    def exchanged_state(self) -> None:
-        """Return ``None``: while one stands for all, there is nothing to save."""
-
-    def load_exchanged_state(self, state: None) -> None:
-        """Do nothing."""

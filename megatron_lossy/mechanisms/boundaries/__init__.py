@@ -9,7 +9,9 @@ from ...run.mechanism import Mechanism
 from .flags import BoundaryFlags
 
 if TYPE_CHECKING:
-    from ...delivery_log.events import Kinds
+    import pyarrow
+
+    from ...config import LossyConfig
     from ...run.monitor import Observer
 
 
@@ -23,8 +25,8 @@ class Boundaries(Mechanism):
 
     @classmethod
     def attach(cls, run: Any) -> None:
-        if run.kind == "Megatron" and run.config.loses_at_boundaries:
-            from .part import StageBoundaries
+        if run.kind in ("Megatron", "virtual") and run.config.loses_at_boundaries:
+            from .hooks import StageBoundaries
 
             run.add_part(StageBoundaries())
 
@@ -32,12 +34,22 @@ class Boundaries(Mechanism):
     def observers(cls, run: Any, writer: int | None) -> Sequence[Observer]:
         if not run.config.loses_at_boundaries:
             return []
-        from .events import BoundaryMonitor
+        from .hooks import BoundaryMonitor
 
         return [BoundaryMonitor()]
 
     @classmethod
-    def kinds(cls) -> type[Kinds]:
-        from .events import BoundaryEvents
+    def has_events(cls, config: LossyConfig) -> bool:
+        return config.loses_at_boundaries
 
-        return BoundaryEvents
+    @classmethod
+    def event_columns(cls) -> Sequence[pyarrow.Field]:
+        import pyarrow as pa
+
+        return [
+            *(pa.field(name, pa.int32()) for name in ("message", "packets", "lost", "repaired")),
+            pa.field("again", pa.bool_()),
+            pa.field("zeros", pa.int32()),
+            pa.field("bitmap", pa.binary()),
+            *(pa.field(name, pa.int32()) for name in ("layer", "layers")),
+        ]

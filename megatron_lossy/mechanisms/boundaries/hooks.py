@@ -7,25 +7,35 @@ gradients. Senders need no draw, and nothing more is sent. With one stage, forwa
 
 from __future__ import annotations
 
-import contextlib
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from ...base.errors import UsageError
 from ...base.ledger import Patch, Signature
 from ...config import LossyConfig
 from ...hooks.facts import of_communicator
-from ...hooks.versions import data_parallel_rank, decoder_layers, innermost, schedule_table, sequence_parallel_rank
-from ...run.base import Run
+from ...hooks.versions import (
+    data_parallel_rank,
+    decoder_layers,
+    innermost,
+    pipeline_ranks,
+    schedule_table,
+    sequence_parallel_rank,
+)
+from ...run.mechanism import Part
+from ...run.monitor import Observer, Window
 from ...transport import Transfer
-from .events import Crossed
-from .loss import Boundary, Fate
-from .messages import Message, Messages, order
+from .flags import BOUNDARY_PHASES
+from .messages import Boundary, Message, Messages, order
 from .zero_fill import changes_nothing, elements_of, lossy, zero_fill_, zero_filled
+
+logger = logging.getLogger(__name__)
 
 _P2P = "megatron.core.pipeline_parallel.p2p_communication"
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
@@ -64,37 +74,33 @@ class _Schedule:
         return next(self._order[phase])[1]
 
 
-class Boundaries:
-    """The boundaries of one process.
+class StageBoundaries(Part):
+    """The boundaries of one process that lose messages (``--p-act``, ``--p-act-grad``): of a rank, or of virtual workers."""
 
-    ``run``: the real or virtual run that has them. ``on_one_node(peer)``: whether nothing is lost between this rank
-    and the global rank ``peer``.
-    """
+    name = "boundaries"
 
-    def __init__(self, run: Run, on_one_node: Callable[[int], bool] = lambda peer: False) -> None:
+    def attach(self, run: Any) -> None:
         self.run = run
-        self.on_one_node = on_one_node
         self.config: LossyConfig = run.config
         self.messages = Messages(run.config)
         self._schedule: _Schedule | None = None
         self._known: set[type] = {type(None)}  # of communicators
+        if run.kind == "Megatron":
+            run.events.on(chunk_comes=self.find_nodes)
+        run.events.on(chunk_added=self.add_model_chunk)
+        run.patches += patches(self)
 
-    def check(self, communicator: Any) -> None:
-        """Raise :class:`UsageError` for a ``communicator`` of messages that cannot be; each kind is checked once."""
-        if type(communicator) not in self._known:
-            self.run.add_facts(of_communicator(communicator))
-            self._known.add(type(communicator))
+    def find_nodes(self, ddp: Any) -> None:
+        """Find the nodes of all ranks. A collective call."""
+        # Over all ranks, so before anything that only some of them have.
+        if self.run.exchanges.find_nodes():
+            _warn_if_reliable(self.run.exchanges.nodes)
 
-    @contextlib.contextmanager
-    def schedule(self, model: Any, micro_batches: int, forward_only: bool) -> Iterator[None]:
-        """Surround a run of a schedule over ``model``, in which messages are counted anew."""
-        chunks = model if isinstance(model, list) else [model]
-        self.messages.begin(self.run.iteration, micro_batches)
-        outer, self._schedule = self._schedule, _Schedule(chunks, micro_batches, forward_only)
-        try:
-            yield
-        finally:
-            self._schedule = outer
+    def add_model_chunk(self, ddp: Any) -> None:
+        """Lose messages after layers of ``ddp``, if the boundaries are virtual."""
+        if self.config.virtual_boundaries is not None:
+            real = self.run.kind == "Megatron"
+            self.add_layers(ddp, partial(data_parallel_rank, ddp) if real else lambda: self.run.rank)
 
     def loses(self) -> bool:
         """Return whether a message can lose packets now: in evaluation only with ``--act-loss-in-eval``."""
@@ -103,68 +109,90 @@ class Boundaries:
     def _trains(self) -> bool:
         return torch.is_grad_enabled() and not (self._schedule is not None and self._schedule.forward_only)
 
-    def _next(self, phase: str, boundary: Boundary, rank: int, tensor: int | None, packets: int) -> Fate:
-        fate = self.messages.next(phase, boundary, rank, tensor or 0, self.run.iteration, packets)
-        self.tell(self.identify(phase, boundary, rank, tensor), fate)
-        return fate
-
-    def identify(self, phase: str, boundary: Boundary, rank: int, tensor: int | None) -> Message:
-        """Return the next message to be received at ``boundary``; see :class:`Message`."""
-        evaluation = self._schedule is not None and not self._trains()
-        return self.messages.identify(phase, boundary, rank, tensor, self.run.iteration, evaluation)
-
-    def tell(self, message: Message, fate: Fate) -> None:
-        """Pass the losses of a message to the observers."""
-        event = Crossed(message, fate, self.config.delivery_log_bitmaps)
+    def _lost(self, phase: str, boundary: Boundary, rank: int, tensor: int | None, packets: int) -> np.ndarray:
+        """Return bool[packets]: the packets that the next message loses, which observers receive."""
+        step, evaluation = self.run.iteration, self._schedule is not None and not self._trains()
+        message = self.messages.next(phase, boundary, rank, tensor, step, packets, evaluation)
         for observer in self.run.observers:
-            observer.happened(message.step, [event])
+            observer.happened(step, [message])
+        return message.fate.lost
 
     # --- several stages ----------------------------------------------------------------------------------------------
 
-    def chunk(self, phase: str, group: Any) -> int | None:
-        """Return the model chunk whose message arrives next; ``None`` outside of a schedule, or without loss.
+    def run_schedule(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Wrap the functions of ``schedules``, which take keywords only: messages are counted anew.
 
-        ``group``: that of the pipeline. Raise :class:`UsageError` if a message of training that should lose packets
-        crosses outside of a schedule.
+        Raise :class:`UsageError` for a communicator of messages that cannot be.
         """
-        if self._schedule is not None:
-            return self._schedule.next(phase, group.rank(), group.size())
-        if torch.is_grad_enabled() and not self.messages.loss[phase].lossless:
-            raise UsageError(
-                "--p-act and --p-act-grad: a message between stages was received outside of Megatron's schedules, "
-                "so it has no number; use megatron.core.pipeline_parallel.schedules"
-            )
-        return None
+        communicator = kwargs.get("p2p_communicator")
+        if type(communicator) not in self._known:
+            self.run.add_facts(of_communicator(communicator))
+            self._known.add(type(communicator))
+        model, micro_batches = kwargs["model"], kwargs["num_microbatches"]
+        chunks = model if isinstance(model, list) else [model]
+        self.messages.begin(self.run.iteration, micro_batches)
+        outer = self._schedule
+        self._schedule = _Schedule(chunks, micro_batches, kwargs.get("forward_only", False))
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._schedule = outer
 
-    def module(self, chunk: int) -> Any:
-        """Return the model chunk with number ``chunk`` of the schedule that runs."""
-        assert self._schedule is not None
-        return self._schedule.chunks[chunk]
+    def communicate(self, original: Callable, **kwargs: Any) -> Any:
+        """Wrap ``_p2p_ops`` and ``_batched_p2p_ops``: zero lost packets of a received message once it is waited for."""
+        fills: dict[str, Callable[[], None]] = {}
+        for name, phase, peer in (
+            ("recv_prev", "act", "prev_pipeline_rank"),
+            ("recv_next", "act-grad", "next_pipeline_rank"),
+        ):
+            tensor = kwargs[f"tensor_{name}"]
+            if tensor is not None:
+                zeros = self._receive(phase, tensor, kwargs["group"], kwargs[peer])
+                if zeros is not None:
+                    fills[name] = zeros
+        requests = original(**kwargs)
+        if isinstance(requests, dict):
+            return {
+                name: Transfer(request, fills[name]) if name in fills else request for name, request in requests.items()
+            }
+        if fills:
+            # They are waited for in order, and some backends return one for all.
+            return [*requests[:-1], Transfer(requests[-1], lambda: [zeros() for zeros in fills.values()])]
+        return requests
 
-    def receive(self, phase: str, tensor: torch.Tensor, group: Any, reliable: bool) -> Callable[[], None] | None:
-        """Prepare to receive ``tensor`` in ``phase``; returns a function to call on its arrival, if packets are lost.
+    def _receive(self, phase: str, tensor: torch.Tensor, group: Any, peer: int) -> Callable[[], None] | None:
+        """Prepare to receive ``tensor`` in ``phase``; return a function to call on its arrival, if packets are lost.
 
-        ``group``: that of the pipeline. ``reliable``: nothing is lost between these two ranks.
+        ``group``: that of the pipeline. ``peer``: the global rank of the sender. Raise :class:`UsageError` if a message
+        of training that should lose packets crosses outside of a schedule.
         """
-        chunk = self.chunk(phase, group)
-        if chunk is None or reliable or self.messages.loss[phase].lossless or not self.loses():
+        lossless = self.messages.loss[phase].lossless
+        if self._schedule is None:
+            if torch.is_grad_enabled() and not lossless:
+                raise UsageError(
+                    "--p-act and --p-act-grad: a message between stages was received outside of Megatron's schedules, "
+                    "so it has no number; use megatron.core.pipeline_parallel.schedules"
+                )
             return None
-        module = self.module(chunk)
+        chunk = self._schedule.next(phase, group.rank(), group.size())
+        if lossless or self.run.exchanges.on_one_node(peer) or not self.loses():
+            return None
+        module = self._schedule.chunks[chunk]
         elements = elements_of(self.config.packet_bytes, tensor.dtype)
-        fate = self._next(
+        lost = self._lost(
             phase,
             boundary_of(phase, module, chunk, group.rank(), group.size()),
             data_parallel_rank(module),
             sequence_parallel_rank(module),
             -(-tensor.numel() // elements),
         )
-        if changes_nothing(fate.lost, tensor.device):
+        if changes_nothing(lost, tensor.device):
             return None
-        return partial(fill, tensor, phase, fate.lost, elements, self.config)
+        return partial(_fill, tensor, phase, lost, elements)
 
     # --- one stage ---------------------------------------------------------------------------------------------------
 
-    def attach(self, model: torch.nn.Module, rank: Callable[[], int], stages: int | None = None) -> None:
+    def add_layers(self, model: torch.nn.Module, rank: Callable[[], int], stages: int | None = None) -> None:
         """Lose after the layers of ``--virtual-boundaries``. ``rank()``: the data-parallel rank that computes.
 
         ``stages``: pipeline ranks that would have the parts between the boundaries, in turns; default one each.
@@ -184,7 +212,7 @@ class Boundaries:
         packets = -(-hidden.numel() // elements)
         crossing = {"act": True, "act-grad": self._trains()}
         lost = [
-            self._next(phase, boundary, rank(), None, packets).lost
+            self._lost(phase, boundary, rank(), None, packets)
             if crossing[phase] and not loss.lossless
             else np.zeros(packets, dtype=bool)
             for phase, loss in self.messages.loss.items()
@@ -193,7 +221,7 @@ class Boundaries:
         return (hidden, *rest) if isinstance(output, tuple) else hidden
 
 
-def fill(tensor: torch.Tensor, phase: str, lost: np.ndarray, elements: int, config: LossyConfig) -> None:
+def _fill(tensor: torch.Tensor, phase: str, lost: np.ndarray, elements: int) -> None:
     """Zero the ``lost`` packets bool[packets] of a received ``tensor``.
 
     The gradient of lost activations becomes zero too.
@@ -228,35 +256,16 @@ def _edge(module: Any) -> int:
     raise UsageError("--p-act and --p-act-grad: a pipeline stage in the middle has no decoder layers; give it one")
 
 
-def p2p_ops(boundaries: Boundaries, original: Callable, **kwargs: Any) -> Any:
-    """Wrap ``_p2p_ops`` and ``_batched_p2p_ops``: zeros lost packets of a received message once it is waited for."""
-    fills: dict[str, Callable[[], None]] = {}
-    for name, phase, peer in (
-        ("recv_prev", "act", "prev_pipeline_rank"),
-        ("recv_next", "act-grad", "next_pipeline_rank"),
-    ):
-        tensor = kwargs[f"tensor_{name}"]
-        if tensor is not None:
-            zeros = boundaries.receive(phase, tensor, kwargs["group"], boundaries.on_one_node(kwargs[peer]))
-            if zeros is not None:
-                fills[name] = zeros
-    requests = original(**kwargs)
-    if isinstance(requests, dict):
-        return {name: Transfer(one, fills[name]) if name in fills else one for name, one in requests.items()}
-    if fills:
-        # They are waited for in order, and some backends return one for all.
-        return [*requests[:-1], Transfer(requests[-1], lambda: [zeros() for zeros in fills.values()])]
-    return requests
+def _warn_if_reliable(nodes: Sequence[int]) -> None:
+    """Say, on the first rank of each pipeline, that none of its boundaries leaves a node. ``nodes``: of all ranks."""
+    ranks = pipeline_ranks()
+    if len(ranks) > 1 and len({nodes[rank] for rank in ranks}) == 1 and ranks[0] == dist.get_rank():
+        logger.warning(
+            "nothing is lost between the stages on ranks %s: they are on one node (--lossy-links inter-node)", ranks
+        )
 
 
-def schedule(boundaries: Boundaries, original: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Wrap the functions of ``schedules``, which take keywords only."""
-    boundaries.check(kwargs.get("p2p_communicator"))
-    with boundaries.schedule(kwargs["model"], kwargs["num_microbatches"], kwargs.get("forward_only", False)):
-        return original(*args, **kwargs)
-
-
-def patches(boundaries: Boundaries) -> list[Patch]:
+def patches(boundaries: StageBoundaries) -> list[Patch]:
     """Return patches that lossy boundaries need in megatron-core."""
     virtual = boundaries.config.virtual_boundaries is not None
     kinds = (
@@ -268,7 +277,7 @@ def patches(boundaries: Boundaries) -> list[Patch]:
         *(
             Patch(
                 target=f"{_SCHEDULES}:{kind}",
-                around=partial(schedule, boundaries),
+                around=boundaries.run_schedule,
                 why="counts messages between stages from the start of a schedule on",
                 takes=Signature(named=("model", "num_microbatches", "forward_only")),
             )
@@ -277,10 +286,40 @@ def patches(boundaries: Boundaries) -> list[Patch]:
         *(
             Patch(
                 target=f"{_P2P}:{name}",
-                around=partial(p2p_ops, boundaries),
+                around=boundaries.communicate,
                 why="zero-fills what is lost of a message between stages",
                 takes=_OPS,
             )
             for name in (() if virtual else ("_p2p_ops", "_batched_p2p_ops"))
         ),
     ]
+
+
+# --- metrics ---------------------------------------------------------------------------------------------------------
+
+_COLUMNS = ("packets", "raw", "zeros", "messages", "again")
+
+
+class BoundaryMonitor(Observer):
+    """Metrics of all messages between stages since the last record, over all ranks."""
+
+    def __init__(self) -> None:
+        self._window = Window([f"{phase} {column}" for phase in BOUNDARY_PHASES for column in _COLUMNS])
+
+    def happened(self, iteration: int, what: Sequence[Any]) -> None:
+        for event in what:
+            if isinstance(event, Message):
+                fate, phase = event.fate, event.phase
+                counts = (fate.lost.size, fate.raw, int(fate.lost.sum()), 1, fate.again)
+                self._window.add(**{f"{phase} {column}": value for column, value in zip(_COLUMNS, counts)})
+
+    def metrics(self) -> dict[str, float]:
+        total = self._window.close()
+        result = {}
+        for phase in BOUNDARY_PHASES:
+            packets, raw, zeros, messages, again = (total[f"{phase} {column}"] for column in _COLUMNS)
+            if messages:
+                result[f"loss rate {phase}"] = raw / packets
+                result[f"zero share {phase}"] = zeros / packets
+                result[f"retransmitted share {phase}"] = again / messages
+        return result

@@ -1,16 +1,124 @@
-"""Numbers the messages of a step in the order of their arrival. Pure: NumPy only."""
+"""Messages between pipeline stages: their losses for good (SMART, sections 3.1 to 3.3), and their numbers. Pure: NumPy only.
+
+Packets of data and of parity are lost alike. The residual is the packets that the parity does not bring back. Up to a
+bound it is lost for good; beyond it the whole message is sent again. Depth decides how much parity a message has, and
+its bound: a boundary after l of L layers is high if l/L is at most the depth of ``--act-fec`` (equation 2).
+"""
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
-from ...base.exchange import Stream
-from ...config import LossyConfig
+from ...base.coding import Layout
+from ...base.exchange import Exchange, Stream
+from ...channel.bernoulli import Bernoulli
+from ...config import LossyConfig, PhaseLoss, Schedule
+from ...delivery_log import schema
 from .flags import BOUNDARY_PHASES
-from .loss import Boundary, BoundaryLoss, Fate
+
+# Products such as 0.29 x 100 are a little below the exact number.
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """The place between two pipeline stages.
+
+    ``stage`` and ``chunk``: pipeline rank and model chunk of the later one. ``layer``: l, decoder layers before it;
+    ``layers``: L, decoder layers of the whole model.
+    """
+
+    stage: int
+    layer: int
+    layers: int
+    chunk: int = 0
+
+    def stream(self, rank: int) -> Stream:
+        """Return the stream of the messages of data-parallel rank ``rank`` at this boundary."""
+        return Stream("boundary", expert_rank=rank, stage=self.stage, chunk=self.chunk)
+
+
+@dataclass(frozen=True)
+class Fate:
+    """The fate of one message.
+
+    ``lost`` bool[packets]: the packets that are lost for good. ``raw``: number of data packets that the network lost;
+    ``residual``: number of these that the parity did not bring back; ``again``: whether the message was sent again for
+    them.
+    """
+
+    lost: np.ndarray
+    raw: int
+    residual: int
+    again: bool
+
+
+class BoundaryLoss:
+    """The losses of one phase, ``act`` or ``act-grad``: a function of the flags and the arguments alone."""
+
+    def __init__(self, config: LossyConfig, phase: str) -> None:
+        self.phase = phase
+        self._recovery = config.act_recovery
+        rate = config.boundary_rate(phase)
+        self.lossless = not rate
+        self._channel = Bernoulli(PhaseLoss("bernoulli", Schedule((0,), (rate,))), config.loss_seed)
+
+    def _recovery_of(self, boundary: Boundary) -> tuple[tuple[int, int], float] | None:
+        """Return B and C of the code, and the share that may be lost, by importance (equation 2), or ``None``."""
+        if self._recovery is None:
+            return None
+        (high, low), depth = self._recovery
+        return high if boundary.layer / boundary.layers <= depth else low
+
+    def _layout_of(self, boundary: Boundary, packets: int) -> Layout | None:
+        """Return the parity of a message of ``packets``; ``None`` if it has none."""
+        recovery = self._recovery_of(boundary)
+        return None if recovery is None else _layout(packets, *recovery[0])
+
+    def units(self, boundary: Boundary, packets: int) -> int:
+        """Return number of units in the draw for a message of ``packets``: its own, then those of its parity."""
+        layout = self._layout_of(boundary, packets)
+        return packets if layout is None else packets + layout.parities
+
+    def bound(self, boundary: Boundary, packets: int) -> int:
+        """Return packets of a message that may be lost for good."""
+        recovery = self._recovery_of(boundary)
+        if recovery is None:
+            return packets
+        _, share = recovery
+        return math.floor(share * packets + _ROUNDING)
+
+    def draw(self, boundary: Boundary, rank: int, tensor: int, step: int, units: int) -> np.ndarray:
+        """Return bool[units]: the lost units of ``step``, numbered from its first message on.
+
+        ``rank``: data-parallel. ``tensor``: tensor-parallel, or 0 if its peers get the same messages.
+        """
+        exchange = Exchange(self.phase, boundary.stream(rank), step)
+        link = np.array([tensor])
+        return ~self._channel.delivered_links(exchange, link, link, units)[0]
+
+    def fate(self, boundary: Boundary, packets: int, lost: np.ndarray) -> Fate:
+        """Return the fate of a message of ``packets`` that loses the units ``lost`` bool[units]."""
+        raw = lost[:packets]
+        layout = self._layout_of(boundary, packets)
+        residual = raw if layout is None else layout.residual(raw, lost[packets:])
+        count = int(residual.sum())
+        again = count > self.bound(boundary, packets)
+        return Fate(np.zeros_like(residual) if again else residual, int(raw.sum()), count, again)
+
+
+@functools.lru_cache(maxsize=64)
+def _layout(packets: int, block: int, parity: int) -> Layout:
+    return Layout(packets, block, parity)
+
+
+# --- their numbers, in the order of their arrival --------------------------------------------------------------------
 
 
 def order(phase: str, table: Sequence[tuple[int, int]], first: bool, last: bool) -> list[tuple[int, int]]:
@@ -29,32 +137,51 @@ def order(phase: str, table: Sequence[tuple[int, int]], first: bool, last: bool)
 
 @dataclass(frozen=True)
 class Message:
-    """A message that arrived: number ``number`` of its stream since the schedule began, from 0.
+    """A message that has arrived: number ``number`` of its ``stream`` since the schedule began, from 0.
 
-    ``step``: attempted iteration. ``rank``: data-parallel. ``tensor``: tensor-parallel, ``None`` if its peers lose the
-    same packets. ``evaluation``: whether its schedule is one of an evaluation.
+    The stream has the tensor-parallel rank, unless its peers lose the same packets. ``fate``: its losses.
+    ``evaluation``: whether its schedule is one of an evaluation.
     """
 
     phase: str
     boundary: Boundary
-    rank: int
-    tensor: int | None
-    step: int
+    stream: Stream
     number: int
+    fate: Fate
     evaluation: bool
 
-    @property
-    def stream(self) -> Stream:
-        """The stream of the message."""
-        return replace(self.boundary.stream(self.rank), tensor=self.tensor)
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the row for the log of events; none for a message of an evaluation."""
+        fate = self.fate
+        if self.evaluation:
+            return []
+        zeros = int(fate.lost.sum())
+        row = {
+            "kind": self.phase,
+            "stream": self.stream.name,
+            "message": self.number,
+            "packets": len(fate.lost),
+            "lost": fate.raw,
+            "repaired": fate.raw - fate.residual,
+            "again": fate.again,
+            "zeros": zeros,
+            "bitmap": schema.pack(~fate.lost[None])[0].tobytes() if zeros else None,
+            "layer": self.boundary.layer,
+            "layers": self.boundary.layers,
+        }
+        return [row]
 
 
 @dataclass
 class _Draw:
-    """The draw for a step of one stream: ``lost`` bool[units], and ``used``, the number of units that messages took."""
+    """The draw for a step of one stream.
+
+    ``lost`` bool[units]; ``used``: the number of units that messages took; ``messages``: the number of these.
+    """
 
     lost: np.ndarray
     used: int = 0
+    messages: int = 0
 
 
 class Messages:
@@ -67,8 +194,7 @@ class Messages:
         self.loss = {phase: BoundaryLoss(config, phase) for phase in BOUNDARY_PHASES}
         self._step = -1
         self._expected = 1
-        self._drawn: dict[tuple[str, Stream, int], _Draw] = {}
-        self._numbers: dict[tuple[str, Stream, int | None], int] = {}
+        self._drawn: dict[tuple[str, Stream], _Draw] = {}
 
     def begin(self, step: int, expected: int = 1) -> None:
         """Begin a schedule in attempted iteration ``step``. ``expected``: messages of each boundary, if these are
@@ -78,34 +204,31 @@ class Messages:
         """
         self._step, self._expected = step, expected
         self._drawn.clear()
-        self._numbers.clear()
 
-    def identify(
-        self, phase: str, boundary: Boundary, rank: int, tensor: int | None, step: int, evaluation: bool
+    def next(
+        self,
+        phase: str,
+        boundary: Boundary,
+        rank: int,
+        tensor: int | None,
+        step: int,
+        packets: int,
+        evaluation: bool = False,
     ) -> Message:
-        """Return the next message at ``boundary``. Call it once for each message, in the order of their arrival."""
+        """Return the next message of ``packets`` at ``boundary``. Call it in the order of their arrival.
+
+        ``rank``: data-parallel. ``tensor``: tensor-parallel, ``None`` if its peers lose the same packets.
+        """
         if step != self._step:
             self.begin(step)
-        key = (phase, boundary.stream(rank), tensor)
-        number = self._numbers.get(key, 0)
-        self._numbers[key] = number + 1
-        return Message(phase, boundary, rank, tensor, step, number, evaluation)
-
-    def next(self, phase: str, boundary: Boundary, rank: int, tensor: int, step: int, packets: int) -> Fate:
-        """Return the fate of the next message of ``packets`` at ``boundary``; see :meth:`BoundaryLoss.draw`."""
-        return self.loss[phase].fate(boundary, packets, self.lost(phase, boundary, rank, tensor, step, packets))
-
-    def lost(self, phase: str, boundary: Boundary, rank: int, tensor: int, step: int, packets: int) -> np.ndarray:
-        """Return bool[units]: the units that the draw loses of the next message, its packets and then its parity."""
-        if step != self._step:
-            self.begin(step)
-        loss = self.loss[phase]
+        loss, stream = self.loss[phase], replace(boundary.stream(rank), tensor=tensor)
         units = loss.units(boundary, packets)
-        key = (phase, boundary.stream(rank), tensor)
-        drawn = self._drawn.setdefault(key, _Draw(np.empty(0, dtype=bool)))
+        drawn = self._drawn.setdefault((phase, stream), _Draw(np.empty(0, dtype=bool)))
         first, drawn.used = drawn.used, drawn.used + units
         if drawn.used > len(drawn.lost):
             # A longer draw begins with the same units.
             wanted = max(drawn.used, self._expected * units, 2 * len(drawn.lost))
-            drawn.lost = loss.draw(boundary, rank, tensor, step, wanted)
-        return drawn.lost[first : drawn.used]
+            drawn.lost = loss.draw(boundary, rank, tensor or 0, step, wanted)
+        fate = loss.fate(boundary, packets, drawn.lost[first : drawn.used])
+        number, drawn.messages = drawn.messages, drawn.messages + 1
+        return Message(phase, boundary, stream, number, fate, evaluation)

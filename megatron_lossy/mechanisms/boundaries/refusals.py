@@ -11,7 +11,6 @@ from ...config.refusals.core import OFF, above
 from .flags import BoundaryFlags
 
 _LOSING = ", ".join(BoundaryFlags.stage_losses)
-_BESIDE = "--p-act, --p-act-grad"
 
 
 def _at_virtual(config: LossyConfig) -> bool:
@@ -55,15 +54,15 @@ BOUNDARIES = Section(
     "--overlap-moe-expert-parallel-comm = on | --virtual-boundaries | "
     "runs layers in parts, between which --virtual-boundaries lose nothing; turn it off",
     lambda c, f: "--overlap-moe-expert-parallel-comm" in f.switches and _at_virtual(c),
-    f"--use-ring-exchange-p2p = on | {_BESIDE} | nothing can be lost at stage boundaries with it; turn it off",
+    f"--use-ring-exchange-p2p = on | {_LOSING} | nothing can be lost at stage boundaries with it; turn it off",
     lambda c, f: "--use-ring-exchange-p2p" in f.switches and c.loses_at_boundaries,
-    f"multi-token prediction on a stage of its own | {_BESIDE} | cannot go with --p-act and --p-act-grad",
+    f"multi-token prediction on a stage of its own | {_LOSING} | cannot go with --p-act and --p-act-grad",
     lambda c, f: "--mtp-standalone" in f.switches and c.loses_at_boundaries,
     "--packet-bytes | the type of messages | must hold at least one element of {facts.message_bytes} bytes",
     lambda c, f: c.loses_at_boundaries and above(f.message_bytes, c.packet_range[0]),
-    f"pipelines of encoder and decoder with their own sizes | {_BESIDE} | cannot go with --p-act and --p-act-grad",
+    f"pipelines of encoder and decoder with their own sizes | {_LOSING} | cannot go with --p-act and --p-act-grad",
     lambda c, f: c.loses_at_boundaries and above(f.pipelines, 1),
-    f"MultiModulePipelineCommunicator | {_BESIDE} | cannot go with --p-act and --p-act-grad, which take one pipeline",
+    f"MultiModulePipelineCommunicator | {_LOSING} | cannot go with --p-act and --p-act-grad, which take one pipeline",
     lambda c, f: f.several_modules and c.loses_at_boundaries,
     f"{_LOSING} | no distributed optimizer | {OFF}",
     lambda c, f: f.distributed_optimizer is False and c.loses_at_boundaries,

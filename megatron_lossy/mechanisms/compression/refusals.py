@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...base.coding.blocks import BlockCode
+from ...base.coding import block_bytes
 from ...config import LossyConfig
 from ...config.facts import Facts
 from ...config.refusal import Section
@@ -17,7 +17,7 @@ _FLAGS = "--grad-wire, --param-wire"
 def _larger_block(config: LossyConfig, facts: Facts) -> Mapping[str, Any] | None:
     """Return the code of most bits and the bytes of its block, if no packet holds it."""
     bits = max(*config.wire_bits.values(), config.sync_bits, 0)
-    needed = BlockCode(bits, config.wire_block).block_bytes if bits else 0
+    needed = block_bytes(bits, config.wire_block) if bits else 0
     short = config.loss_unit == "packet" and config.packet_range[0] < needed
     return {"code": f"int{bits}", "needed": needed} if short else None
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from ...base.exchange import BucketUnits, Delivery, Exchange, Stream
-from ...base.fetch import Fetched, aside, is_here, stream_aside
+from ...base.fetch import PendingArray, aside, is_here, stream_aside
 from ...base.fingerprint import finite
 from ...config import LossyConfig
 from ...recovery.rows import to_device, used_here
@@ -58,8 +58,10 @@ class Pieces:
         if not form.exact:
             own.copy_(form.decode(rows[:, :items], self.units).view(-1)[: len(own)])
         present = finite([own])
-        self._present: bool | Fetched = bool(present) if self.here else Fetched(present)  # before the long copy
-        self._rows: torch.Tensor | Fetched = rows
+        self._present: bool | PendingArray = (
+            bool(present) if self.here else PendingArray(present)
+        )  # before the long copy
+        self._rows: torch.Tensor | PendingArray = rows
         if not self.here:
             self._leave(rows.masked_fill_(~present, form.blank))
         elif not self._present:
@@ -68,14 +70,14 @@ class Pieces:
     @property
     def present(self) -> bool:
         """Whether all values are finite."""
-        if isinstance(self._present, Fetched):
+        if isinstance(self._present, PendingArray):
             self._present = bool(self._present.wait())
         return self._present
 
     @property
     def rows(self) -> torch.Tensor:
         """[M, items + SIGNAL], in host memory."""
-        if isinstance(self._rows, Fetched):
+        if isinstance(self._rows, PendingArray):
             self._rows = torch.from_numpy(self._rows.wait()).view(self._dtype)
         return self._rows
 
@@ -85,7 +87,7 @@ class Pieces:
             stream_aside(rows.device).wait_stream(torch.cuda.current_stream(rows.device))
         with aside(rows.device):
             used_here((rows,))
-            self._rows = Fetched(rows.view(_BITS[rows.element_size()]))  # NumPy has no bfloat16
+            self._rows = PendingArray(rows.view(_BITS[rows.element_size()]))  # NumPy has no bfloat16
 
 
 class CopyMark:

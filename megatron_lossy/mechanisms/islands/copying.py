@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...base.errors import first_line
-from ...base.fetch import Fetched
+from ...base.fetch import PendingArray
 from ...transport.peers import bytes_of
 from .rules import Rule
 from .vector import Vector
@@ -54,7 +54,7 @@ class HostCopy:
         self.like = {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
         # Where a copy waits for the queued work, it must not see later work.
         value = value if value.device.type == "cuda" else value.clone()
-        self._fetched = Fetched(bytes_of(value))
+        self._fetched = PendingArray(bytes_of(value))
 
     def bytes(self) -> torch.Tensor:
         """Return uint8[n], once it is here."""

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from ...base import device
 from ...base.errors import STOPPED, UsageError, refuse
-from ...base.fetch import Fetched
+from ...base.fetch import PendingArray
 from ...base.flags import identity, texts_by_flag
 from ...config import LossyConfig
 from ...recovery.rows import to_device
@@ -266,7 +266,7 @@ class ElasticIslands(RankIslands):
 
         def finish() -> int:
             work.wait()
-            agreed = map(int, Fetched(all_said).wait().tolist())
+            agreed = map(int, PendingArray(all_said).wait().tolist())
             self._signal, self._replaced, known, jump, visits, came, least, loss = agreed
             self._loss = float(np.int64(loss).view(np.float64))
             if begun == self._begun:

@@ -18,7 +18,7 @@ import torch
 
 from ...base.errors import refuse
 from ...base.exchange import Delivery
-from ...base.fetch import Fetched
+from ...base.fetch import PendingArray
 from ...base.files import write_text, writing
 from ...run.monitor.observer import Observer
 from ...run.monitor.window import Window
@@ -78,7 +78,9 @@ class IslandMonitor(Observer):
         if not measured:
             return
         counted = [count for _, count in measured if isinstance(count, torch.Tensor)]
-        fetched = [Fetched(torch.stack(values)) for values in ([square for square, _ in measured], counted) if values]
+        fetched = [
+            PendingArray(torch.stack(values)) for values in ([square for square, _ in measured], counted) if values
+        ]
         squares, counts = fetched[0].wait().tolist(), iter(fetched[1].wait().tolist() if counted else ())
         for square, (_, count) in zip(squares, measured, strict=True):
             self._window.add(squares=square, elements=next(counts) if isinstance(count, torch.Tensor) else count)

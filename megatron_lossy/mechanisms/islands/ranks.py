@@ -24,7 +24,7 @@ from ...base.checkpoints import TRACKER, iteration_folder, latest_iteration
 from ...base.device import all_gather_single
 from ...base.errors import UsageError, refuse
 from ...base.exchange import Delivery, Stream
-from ...base.fetch import Fetched
+from ...base.fetch import PendingArray
 from ...base.files import write_text
 from ...base.jobs import JobGroup
 from ...config import LossyConfig
@@ -121,7 +121,7 @@ class RankIslands(Part, JobGroup):
 
         def finish() -> int:
             work.wait()
-            number, last = Fetched(known).wait().tolist()
+            number, last = PendingArray(known).wait().tolist()
             self._stopping.hear(number)
             return number if 0 < last <= iteration else 0
 

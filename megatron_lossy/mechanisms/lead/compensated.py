@@ -7,15 +7,14 @@ computes, evaluates and saves with W. E is 0 in the beginning, and after a step 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from ...base.exchange import BucketUnits, Delivery
 from ...recovery.base import Parameters, Stale
 from ...recovery.rows import used_here
 from .lag import Lag
-
-if TYPE_CHECKING:
-    import torch
 
 
 class Compensated(Stale):
@@ -57,8 +56,6 @@ class Compensated(Stale):
         self._updated = True
 
     def send(self, x: Parameters) -> torch.Tensor | None:
-        import torch
-
         weights = self._own(x.sent)
         lead = self._lead_of(x.exchange.step, weights)
         if lead is None:
@@ -73,8 +70,6 @@ class Compensated(Stale):
 
         If they are sent again, the same lead is added again.
         """
-        import torch
-
         weights = self._own(sent)
         ahead = self._lead_of(step, weights)
         if ahead is not None:

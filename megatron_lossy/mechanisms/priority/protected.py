@@ -14,18 +14,17 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from ...base.errors import refuse
 from ...base.exchange import Delivery, Exchange, Lost
-from ...base.fetch import Fetched
+from ...base.fetch import PendingArray
 from ...channel.draws import generator
 from ...recovery.base import Gradients, GradRecovery, SentUnits, add_up
 from ...run.monitor import Look, Observer, Window
 from .choosing import SAMPLE, Priority, Protection
 
 if TYPE_CHECKING:
-    import torch
-
     from ...config import LossyConfig
     from ...transport import Wire
 
@@ -36,7 +35,7 @@ class ProtectedRule(GradRecovery):
     """``rule`` with a ``priority`` that chooses the units that have to arrive."""
 
     #: bool[N, count]: the units of the latest exchange that must arrive, if a network loses them.
-    must: np.ndarray | Fetched | None = None
+    must: PendingArray | None = None
     #: The record of the latest ended step.
     told: SentUnits | None = None
 
@@ -94,7 +93,7 @@ class SparingRule(ProtectedRule):
     def before(self, buffer: torch.Tensor, lost: Lost, delivery: Delivery, x: Gradients) -> Any:
         self.correct(buffer, x)
         final: Lost | None = self.priority.spare(buffer, lost, x.exchange)
-        if final.spared is not None and not self.rule.minds_spared:
+        if not self.rule.minds_spared:
             final = self.priority.settle()
         if self.feedback is not None:
             kept = self.feedback.remove(buffer, final, delivery, x)
@@ -109,7 +108,7 @@ class SparingRule(ProtectedRule):
 
     @property
     def final(self) -> Lost | None:
-        """The units of the latest exchange that were lost for good. On an accelerator it waits for the choice."""
+        """The units of the latest exchange that were lost for good. It waits for the choice."""
         if self._final is not None and self._final.spared is not None:
             self._final = self.priority.settle()
             if self.feedback is not None:
@@ -146,7 +145,7 @@ class RequiringRule(ProtectedRule):
         self._sent: tuple[int, torch.Tensor, Any] | None = None
         self._late: list[int] = []
 
-    def choose(self, x: Gradients) -> np.ndarray | Fetched:
+    def choose(self, x: Gradients) -> PendingArray:
         """Return bool[N, count]: the units that must arrive, here or on their way."""
         self.correct(x.buffer, x)
         self.must = self.priority.choose(x.buffer, x.exchange)

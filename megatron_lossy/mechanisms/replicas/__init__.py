@@ -9,7 +9,9 @@ from ...run.mechanism import Mechanism
 from .flags import ReplicaFlags
 
 if TYPE_CHECKING:
-    from ...delivery_log.events import Kinds
+    import pyarrow
+
+    from ...config import LossyConfig
     from ...run.monitor import Observer
     from .full_replicas import FullReplicas
 
@@ -33,10 +35,18 @@ class Replicas(Mechanism):
             run.add_part(DDPReplica())
 
     @classmethod
-    def kinds(cls) -> type[Kinds]:
-        from .monitor import ReplicaEvents
+    def has_events(cls, config: LossyConfig) -> bool:
+        return config.needs_whole_optimizers()
 
-        return ReplicaEvents
+    @classmethod
+    def event_columns(cls) -> Sequence[pyarrow.Field]:
+        import pyarrow as pa
+
+        return [
+            pa.field("action", pa.string()),
+            pa.field("interval", pa.int32()),
+            pa.field("divergence", pa.float64()),
+        ]
 
     @classmethod
     def observers(cls, run: Any, writer: int | None) -> Sequence[Observer]:

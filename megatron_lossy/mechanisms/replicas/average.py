@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ...base.fetch import Fetched
+from ...base.fetch import PendingArray
 from ...run.monitor.drift import SAMPLE
 from ...transport import Transfer
 from ...transport.peers import Peers
@@ -36,30 +36,14 @@ class Target:
     source: int | None = None
 
 
-@dataclass
-class Divergence:
-    """Sums of squares over the parameters of this process: ``apart`` of |mean - replica|, ``mean`` of the mean replica.
-
-    Both are shares of a mean over replicas: added up over all processes of a stream they give that mean.
-    """
-
-    apart: float = 0.0
-    mean: float = 0.0
-
-    def known(self) -> Divergence:
-        """Return itself."""
-        return self
+#: Returns sums of squares over the parameters of this process, once they are here: of |mean - replica|, and of the mean replica.
+#: Both are shares of a mean over replicas: added up over all processes of a stream they give that mean.
+Divergence = Callable[[], tuple[float, float]]
 
 
-class PendingDivergence:
-    """A divergence that the device works out. ``found``: makes it of the values of ``tensor``."""
-
-    def __init__(self, tensor: torch.Tensor, found: Callable[[np.ndarray], Divergence]) -> None:
-        self._fetched, self._found = Fetched(tensor), found
-
-    def known(self) -> Divergence:
-        """Return the divergence, once it is here."""
-        return self._found(self._fetched.wait())
+def no_divergence() -> tuple[float, float]:
+    """Return that of no replicas."""
+    return 0.0, 0.0
 
 
 class Piece:
@@ -168,9 +152,7 @@ def pieces(replicas: Sequence[Sequence[torch.Tensor]], in_place: bool = False) -
         yield Piece(runs, in_place, stride)
 
 
-def divergence_of(
-    target: Target, norms: Sequence[tuple[torch.Tensor, torch.Tensor] | None]
-) -> Divergence | PendingDivergence:
+def divergence_of(target: Target, norms: Sequence[tuple[torch.Tensor, torch.Tensor] | None]) -> Divergence:
     """Return the divergence of pieces, from their :meth:`Piece.differences`.
 
     The mean is at hand only if replicas were averaged. If one was copied, the distances d of the n replicas from it
@@ -180,15 +162,16 @@ def divergence_of(
     """
     kept = [pair for pair in norms if pair is not None]
     if not kept:
-        return Divergence()
+        return no_divergence
     n = int(target.chosen.sum())
     factor = {"mean": 1.0, "majority": 1 - 1 / n, "first": 0.5}[target.kind]
+    columns = PendingArray(torch.stack([torch.stack(list(column)) for column in zip(*kept, strict=True)]))
 
-    def found(columns: np.ndarray) -> Divergence:
-        apart, mean = (float((column.astype(np.float64) ** 2).sum()) for column in columns)
-        return Divergence(factor * apart / n, mean / n)
+    def known() -> tuple[float, float]:
+        apart, mean = (float((column.astype(np.float64) ** 2).sum()) for column in columns.wait())
+        return factor * apart / n, mean / n
 
-    return PendingDivergence(torch.stack([torch.stack(list(column)) for column in zip(*kept, strict=True)]), found)
+    return known
 
 
 def _kind(flat: torch.Tensor) -> tuple[torch.dtype, torch.device]:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...channel.corruption import Errors
+from ...channel.corruption.applied import Errors
 from ...transport.peers import Peers, RankPeers
 from .held import HeldReplicas
 from .ranks import warn_of_one_replica
 from .repair import Buckets
-from .streams import Mains, ReplicaStream
-from .synchroniser import Tensors
+from .streams import ReplicaStream
 
 if TYPE_CHECKING:
     from ...pytorch.ddp import LossyDDP
@@ -77,6 +75,3 @@ class DDPReplica(HeldReplicas):
         grads = ([parameter.grad for parameter in bucket.parameters] for bucket in self._final)
         present = ([gradient for gradient in tensors if gradient is not None] for tensors in grads)
         return [[tensors for tensors in present if tensors]]
-
-    def models(self, mains: Mains) -> Sequence[Tensors]:
-        return []

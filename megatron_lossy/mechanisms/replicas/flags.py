@@ -41,11 +41,9 @@ class ReplicaFlags(Flags):
     )
     param_sync_state: str = flag(
         "params",
-        "what is averaged: parameters; or the optimizer's moments too; with first, replicas are set to the first of them instead",
-        choices=("params", "all", "params:first", "all:first"),
-    )
-    param_sync_always: bool = flag(
-        False, "average even if all replicas are equal, or most of them; without it those that are equal win"
+        "what is averaged: parameters; or the optimizer's moments too; where all replicas are equal, or most of them, these win, unless "
+        "always; with first, replicas are set to the first of them instead",
+        choices=("params", "all", "params:first", "all:first", "params:always", "all:always"),
     )
     replica_check: str = flag(
         "none",
@@ -77,6 +75,11 @@ class ReplicaFlags(Flags):
     def copies_first(self) -> bool:
         """Whether replicas are set to the first of them, not to their mean."""
         return self.param_sync_state.endswith(":first")
+
+    @property
+    def averages_always(self) -> bool:
+        """Whether replicas are averaged even if all or most are equal."""
+        return self.param_sync_state.endswith(":always")
 
     @property
     def synchronises(self) -> bool:

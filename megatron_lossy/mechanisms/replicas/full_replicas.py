@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...base.fetch import Fetched
+from ...base.fetch import PendingArray
 from ...config import LossyConfig
 from .average import sample, stride_of
 from .flags import ReplicaFlags
-from .repair import compare, repair
+from .repair import compare, outside, repair
 from .synchroniser import Copies, Synchronisation, Synchroniser
 
 
@@ -63,15 +63,10 @@ class FullReplicas:
         self._total = total
         self._renew = renew
         self._models = models
-        self._synchroniser = Synchroniser(config, copies, total)
+        self.synchroniser = Synchroniser(config, copies, total)
         self._mismatches: list[Mismatch] = []
 
     # --- an iteration ----------------------------------------------------------------------------------------------
-
-    @property
-    def wants_gradient(self) -> bool:
-        """See :attr:`Synchroniser.wants_gradient`."""
-        return self._synchroniser.wants_gradient
 
     def check(self) -> None:
         """Compare the gradients. If they differ, act as ``--replica-check`` says."""
@@ -80,26 +75,22 @@ class FullReplicas:
             return
         for stream in self._copies:
             buckets = stream.gradients()
-            comparison = compare(stream.peers, buckets)
-            if comparison.equal:
+            differing = compare(stream.peers, buckets)
+            if not differing:
                 continue
-            outside = {bucket: tuple(comparison.outside(bucket)) for bucket in comparison.differing.tolist()}
+            wrong = {bucket: tuple(outside(fingerprints)) for bucket, fingerprints in differing.items()}
             if mode == "abort":
-                parts = [f"bucket {bucket} (ranks {' '.join(map(str, ranks))})" for bucket, ranks in outside.items()]
+                parts = [f"bucket {bucket} (ranks {' '.join(map(str, ranks))})" for bucket, ranks in wrong.items()]
                 where = f"{stream.name} in {', '.join(parts)}"
                 raise SystemExit(f"--replica-check abort: replicas have different gradients of {where}")
-            done = repair(stream.peers, buckets, comparison) if mode == "repair" else {}
+            done = repair(stream.peers, buckets, differing) if mode == "repair" else {}
             self._mismatches += [
-                Mismatch(stream.name, bucket, ranks, done.get(bucket, "")) for bucket, ranks in outside.items()
+                Mismatch(stream.name, bucket, ranks, done.get(bucket, "")) for bucket, ranks in wrong.items()
             ]
 
-    def arrive(self, gradient: Sequence[Sequence[float]] | None) -> None:
-        """Call this before the update. ``gradient``: if it is wanted, |g|^2 for each stream and local replica."""
-        self._synchroniser.arrive(gradient)  # the update itself renews the copies
-
     def finished(self, gradient: Sequence[Sequence[float]] | None) -> None:
-        """Call this after the update. ``gradient``: see :meth:`arrive`."""
-        changed = self._synchroniser.finished(gradient)
+        """Call this after the update. ``gradient``: if it is wanted, |g|^2 for each stream and local replica."""
+        changed = self.synchroniser.finished(gradient)
         if changed:
             self._renew(changed)
 
@@ -108,7 +99,7 @@ class FullReplicas:
         first = {stream.name for stream in self._copies if 0 in stream.peers.local}
         mismatches = [mismatch for mismatch in self._mismatches if mismatch.stream in first]
         self._mismatches = []
-        return [*mismatches, *self._synchroniser.take()]
+        return [*mismatches, *self.synchroniser.take()]
 
     @property
     def checks(self) -> bool:
@@ -118,7 +109,7 @@ class FullReplicas:
     @property
     def interval(self) -> int:
         """Updates between synchronisations, at present; 0 if there are none."""
-        return self._synchroniser.interval.current if self._config.synchronises else 0
+        return self.synchroniser.interval.current if self._config.synchronises else 0
 
     # --- the mean of all replicas ----------------------------------------------------------------------------------
 
@@ -130,14 +121,14 @@ class FullReplicas:
         If all are equal nothing is touched.
         """
         with torch.no_grad():
-            self._synchroniser.state_dict()  # ends exchanges in flight
+            self.synchroniser.state_dict()  # ends exchanges in flight
             apart = []
             for stream in self._copies:
                 tensors = [[[tensor.detach() for tensor in replica]] for replica in stream.tensors()]
-                if not compare(stream.peers, tensors).equal:
+                if compare(stream.peers, tensors):
                     apart.append(stream)
             # The model's weights do not have the result of an exchange in flight yet.
-            differ = self._total(np.array([float(bool(apart) or self._synchroniser.moves)]))[0] > 0
+            differ = self._total(np.array([float(bool(apart) or self.synchroniser.moves)]))[0] > 0
             kept = self._keep() if differ else []
             if differ:
                 Synchroniser(_ONCE, apart, self._total).finished()
@@ -159,7 +150,7 @@ class FullReplicas:
 
         ``None`` while a synchronisation is under way: it reports r itself, and leaves no replica to look at.
         """
-        if self._synchroniser.under_way:
+        if self.synchroniser.under_way:
             return None
         apart = mean = 0.0
         for stream in self._copies:
@@ -178,7 +169,7 @@ class FullReplicas:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the complete state of the replicas of this process, and of the exchange under way."""
-        synchroniser = self._synchroniser.state_dict()
+        synchroniser = self.synchroniser.state_dict()
         replicas = [[[tensor.clone() for tensor in replica] for replica in stream.tensors()] for stream in self._copies]
         models = [[tensor.clone() for tensor in model()] for model in self._models]
         return {"synchroniser": synchroniser, "replicas": replicas, "models": models}
@@ -191,15 +182,15 @@ class FullReplicas:
                     _copy(tensors, values)
             for model, values in zip(self._models, state["models"], strict=True):
                 _copy(model(), values)
-        self._synchroniser.load_state_dict(state["synchroniser"])
+        self.synchroniser.load_state_dict(state["synchroniser"])
 
     def restart(self) -> None:
         """Begin again with replicas that are all equal."""
-        self._synchroniser.restart()
+        self.synchroniser.restart()
         self._mismatches.clear()
 
 
-_ONCE = ReplicaFlags(param_sync_interval=1, param_sync_state="all", param_sync_always=True)
+_ONCE = ReplicaFlags(param_sync_interval=1, param_sync_state="all:always")
 
 
 def _copy(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
@@ -211,4 +202,4 @@ def _sample(parameters: Sequence[torch.Tensor]) -> np.ndarray:
     """Return float64: about :data:`SAMPLE` coordinates spread evenly over ``parameters``."""
     stride = stride_of(sum(tensor.numel() for tensor in parameters))
     parts = [sample(tensor.detach().view(-1), stride) for tensor in parameters]
-    return Fetched(torch.cat(parts)).wait().astype(np.float64)
+    return PendingArray(torch.cat(parts)).wait().astype(np.float64)

@@ -12,12 +12,11 @@ from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from ...base.exchange import Exchange
-from ...base.fetch import Fetched
-from ...channel.corruption import Errors, scaled_unit
+from ...base.fetch import PendingArray
+from ...channel.corruption.applied import Errors, scaled_unit
 from ...hooks.buckets import errors_in
 from ...run.mechanism import Part
 from ...run.monitor.window import of_all_ranks
@@ -26,11 +25,6 @@ from .full_replicas import FullReplicas
 from .repair import Buckets
 from .streams import Main, Mains, ReplicaStream, main_parameters, moments_of, renew
 from .synchroniser import Copies, Replica, Tensors
-
-
-def total(values: np.ndarray) -> np.ndarray:
-    """Return the sum of float64[k] over all ranks of the world."""
-    return of_all_ranks(values).sum(axis=0)
 
 
 class HeldReplicas(Part, ABC):
@@ -97,9 +91,9 @@ class HeldReplicas(Part, ABC):
         """Return the state, in torch's optimizers, of each of the float32 weights ``own``."""
         return [inner.state.get(main, {}) for main, inner in own]  # loading replaces them
 
-    @abstractmethod
     def models(self, mains: Mains) -> Sequence[Tensors]:
         """Return the weights of each replica's model that are copies of float32 weights."""
+        return []
 
     # --- these replicas and their peers ----------------------------------------------------------------------------
 
@@ -113,7 +107,9 @@ class HeldReplicas(Part, ABC):
                 replicas = [self._replica(replica, stream, mains) for replica in range(len(peers.local))]
                 copies.append(Copies(stream.stream.name, peers, replicas, partial(self.gradients, number)))
             config, renews = self._run.config, partial(self._renew, mains)
-            self._together = FullReplicas(config, copies, total, renews, self.models(mains))
+            self._together = FullReplicas(
+                config, copies, lambda values: of_all_ranks(values).sum(axis=0), renews, self.models(mains)
+            )
         return self._together
 
     def _replica(self, replica: int, stream: ReplicaStream, mains: Mains) -> Replica:
@@ -140,11 +136,11 @@ class HeldReplicas(Part, ABC):
     @property
     def wants_gradient(self) -> bool:
         """Whether the lengths of local gradients, before their reduction, are needed; see :meth:`note`."""
-        return self._together is not None and self._together.wants_gradient
+        return self._together is not None and self._together.synchroniser.wants_gradient
 
     def note(self, stream: int, replica: int, bucket: int, square: Any) -> None:
         """Note the ``square`` of the length of a local gradient of this iteration, a number or a tensor of one."""
-        self._squares[stream, replica, bucket] = Fetched(square) if isinstance(square, torch.Tensor) else square
+        self._squares[stream, replica, bucket] = PendingArray(square) if isinstance(square, torch.Tensor) else square
 
     def hit(self, stream: int, replica: int, bucket: int, buffer: torch.Tensor) -> None:
         """Let errors hit ``buffer``, the gradient that ``replica`` received."""
@@ -165,7 +161,7 @@ class HeldReplicas(Part, ABC):
     def begin_update(self) -> None:
         """Let a mean under way arrive."""
         if self.together is not None:
-            self.together.arrive(self._gradient(self.together))
+            self.together.synchroniser.arrive(self._gradient(self.together))
 
     def finished(self) -> None:
         """Note that the update has been made."""
@@ -174,11 +170,11 @@ class HeldReplicas(Part, ABC):
         self._squares.clear()
 
     def _gradient(self, together: FullReplicas) -> list[list[float]] | None:
-        if not together.wants_gradient:
+        if not together.synchroniser.wants_gradient:
             return None
         sums = [[0.0] * len(peers.local) for peers in self.peers]
         for (stream, replica, _), square in self._squares.items():
-            sums[stream][replica] += float(square.wait() if isinstance(square, Fetched) else square)
+            sums[stream][replica] += float(square.wait() if isinstance(square, PendingArray) else square)
         return [own for own, peers in zip(sums, self.peers, strict=True) if peers.size > 1]
 
     def happened(self, iteration: int) -> list[Any]:

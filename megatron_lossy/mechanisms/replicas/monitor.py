@@ -1,20 +1,15 @@
-"""Metrics and events of errors in gradients and of replicas that differ (docs/corruption.md)."""
+"""Metrics of errors in gradients and of replicas that differ (docs/corruption.md)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ...channel.corruption import Reduction
-from ...config import LossyConfig
-from ...delivery_log.events import Kinds
+from ...channel.corruption.applied import Reduction
 from ...run.monitor import Look, Observer
 from ...run.monitor.window import Window
 from .full_replicas import FullReplicas, Mismatch
 from .synchroniser import Synchronisation
-
-if TYPE_CHECKING:
-    import pyarrow
 
 
 class ReplicaMonitor(Observer):
@@ -82,23 +77,3 @@ class ReplicaMonitor(Observer):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self._syncs, self._divergence = state["syncs"], state["divergence"]
-
-
-class ReplicaEvents(Kinds):
-    """Replicas whose gradients differed, and synchronisations of their weights."""
-
-    names = ("mismatch", "sync")
-
-    @staticmethod
-    def columns() -> list[pyarrow.Field]:
-        import pyarrow as pa
-
-        return [
-            pa.field("action", pa.string()),
-            pa.field("interval", pa.int32()),
-            pa.field("divergence", pa.float64()),
-        ]
-
-    @staticmethod
-    def happen(config: LossyConfig) -> bool:
-        return config.needs_whole_optimizers()

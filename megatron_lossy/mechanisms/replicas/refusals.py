@@ -35,8 +35,8 @@ def _replicas_differ(config: LossyConfig) -> bool:
 
 def _sums_absolute_noise(config: LossyConfig, facts: Facts) -> bool:
     """Return whether gradients are sums over tokens, and the noise in them is not relative."""
-    relative = config.error_kind != "gaussian" or config.grad_error_relative is not None
-    return bool(facts.per_token_loss and not config.inert and not relative)
+    absolute = config.error_kind == "gaussian" and not config.noise.relative
+    return bool(facts.per_token_loss and not config.inert and absolute)
 
 
 def _scale(config: LossyConfig, facts: Facts) -> Mapping[str, str] | None:
@@ -66,9 +66,7 @@ REPLICAS = Section(
     lambda c, f: not c.phase("param").lossless and c.replica_check != "none",
     f"--grad-error-at | {_LOST} | {_UPDATES}",
     lambda c, f: not c.phase("param").lossless and c.errs_apart,
-    f"--grad-error | --calculate-per-token-loss | {_SUMS}choose --grad-error-relative",
-    lambda c, f: c.grad_error_std and _sums_absolute_noise(c, f),
-    f"--grad-error-burst | --calculate-per-token-loss | {_SUMS}choose --grad-error-relative",
+    f"--grad-error | --calculate-per-token-loss | {_SUMS}choose gaussian:STDrms",
     _sums_absolute_noise,
     f"--param-sync-rule | --calculate-per-token-loss | {_SUMS}choose divergence",
     lambda c, f: f.per_token_loss and c.sync_rule[0] == "snr",

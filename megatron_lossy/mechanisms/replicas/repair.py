@@ -5,8 +5,7 @@ If errors are rare, the majority has the right value, and the run equals the run
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -14,42 +13,21 @@ import torch
 from ...base.fingerprint import fingerprint, finite
 from ...transport.peers import Peers
 
-
-@dataclass(frozen=True)
-class Comparison:
-    """Fingerprints of gradients. ``fingerprints``: int64[N, B], of the B buckets of each replica."""
-
-    fingerprints: np.ndarray
-
-    @property
-    def equal(self) -> bool:
-        """Whether all replicas have the same gradients."""
-        return not len(self.differing)
-
-    @property
-    def differing(self) -> np.ndarray:
-        """The numbers of the buckets whose gradients differ between replicas."""
-        return np.flatnonzero((self.fingerprints != self.fingerprints[0]).any(axis=0))
-
-    def outside(self, bucket: int) -> list[int]:
-        """Return the replicas outside the largest class in ``bucket``; all, if no class is the largest."""
-        column = self.fingerprints[:, bucket]
-        right = largest_class(column)
-        return list(range(len(column))) if right is None else np.flatnonzero(column != column[right]).tolist()
-
-
 #: For each local replica and each of its buckets, the tensors that hold its gradient.
 Buckets = Sequence[Sequence[Sequence[torch.Tensor]]]
 
 
-def compare(peers: Peers, buckets: Buckets) -> Comparison:
-    """Compare the gradients of all replicas."""
+def compare(peers: Peers, buckets: Buckets) -> dict[int, np.ndarray]:
+    """Return the fingerprints int64[N] of each bucket whose gradients differ between replicas, by its number."""
     rows = torch.stack([torch.stack([fingerprint(bucket) for bucket in replica]) for replica in buckets])
-    return Comparison(peers.gather(rows))
+    columns = enumerate(peers.gather(rows).T)
+    return {number: column for number, column in columns if (column != column[0]).any()}
 
 
-def repair(peers: Peers, buckets: Buckets, comparison: Comparison) -> dict[int, str]:
+def repair(peers: Peers, buckets: Buckets, differing: Mapping[int, np.ndarray]) -> dict[int, str]:
     """Make the gradients of all replicas equal, in place. Return the action, by the number of the bucket.
+
+    ``differing``: the result of :func:`compare`.
 
     ``majority``: the lowest replica of the largest class sent its gradient. ``mean``: no class was the largest, and
     each replica has the mean of the finite ones. If none is finite, all have the gradient of replica 0, so that all
@@ -57,8 +35,8 @@ def repair(peers: Peers, buckets: Buckets, comparison: Comparison) -> dict[int, 
     """
     done = {}
     alone = []
-    for bucket in comparison.differing.tolist():
-        right = largest_class(comparison.fingerprints[:, bucket])
+    for bucket, fingerprints in differing.items():
+        right = largest_class(fingerprints)
         if right is None:
             alone.append(bucket)
             continue
@@ -106,6 +84,14 @@ def largest_class(fingerprints: np.ndarray) -> int | None:
     if largest < 2 or (counts == largest).sum() > 1:
         return None
     return int(first[counts.argmax()])
+
+
+def outside(fingerprints: np.ndarray) -> list[int]:
+    """Return the replicas outside the largest class; all, if no class is the largest."""
+    right = largest_class(fingerprints)
+    if right is None:
+        return list(range(len(fingerprints)))
+    return np.flatnonzero(fingerprints != fingerprints[right]).tolist()
 
 
 def majority(fingerprints: np.ndarray, finite: np.ndarray) -> int | None:

@@ -19,9 +19,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...base.fetch import PendingArray
 from ...base.fingerprint import fingerprint, finite
 from ...transport.peers import Peers
-from .average import Divergence, PendingDivergence, Piece, Target, divergence_of, pieces
+from .average import Divergence, Piece, Target, divergence_of, no_divergence, pieces
 from .flags import LONGEST, ReplicaFlags
 from .repair import Buckets, majority
 
@@ -104,7 +105,7 @@ class _Part:
     target: Target | None
     parameters: list[Piece] = field(default_factory=list)
     moments: list[Piece] = field(default_factory=list)
-    divergence: Divergence | PendingDivergence = field(default_factory=Divergence)
+    divergence: Divergence = no_divergence
     not_finite: int = 0
 
     @property
@@ -206,7 +207,7 @@ class Synchroniser:
                 self._warned = True
                 logger.warning("no replica of %s is finite: none is averaged (said once)", stream.name)
             # Equal replicas have a length too: a stream that has not drifted lowers r over all streams.
-            length = self._length(stream) if kind == "equal" else Divergence()
+            length = self._length(stream) if kind == "equal" else no_divergence
             return _Part(kind, None, divergence=length, not_finite=lost)
         # A replica that is not finite would spoil the gradients of all others before the next update.
         overlaps = self._config.param_sync_overlap and target.kind != "majority" and not lost
@@ -243,7 +244,7 @@ class Synchroniser:
         if not whole.any():
             return None
         everyone = np.ones(len(whole), dtype=bool)
-        if not self._config.param_sync_always:
+        if not self._config.averages_always:
             if (fingerprints == fingerprints[0]).all() and whole.all():
                 return None
             right = majority(fingerprints, whole)
@@ -268,30 +269,28 @@ class Synchroniser:
         return launched, norms
 
     @staticmethod
-    def _length(stream: Copies) -> PendingDivergence:
+    def _length(stream: Copies) -> Divergence:
         squares = [torch.linalg.vector_norm(tensor.detach()).double() ** 2 for tensor in stream.parameters()[0]]
         local = len(stream.replicas) / stream.peers.size
-        return PendingDivergence(torch.stack(squares).sum(), lambda square: Divergence(0.0, local * float(square)))
+        square = PendingArray(torch.stack(squares).sum())
+        return lambda: (0.0, local * float(square.wait()))
 
     def _end(self, flight: _Flight, gradient: Sequence[Sequence[float]] | None) -> None:
         for stream, part in zip(self._streams, flight.parts, strict=True):
-            norms = []
+            if part.target is None:
+                continue
             for piece in part.parameters + part.moments:
                 piece.wait()
-            for piece in part.parameters:
-                assert part.target is not None
-                norms.append(piece.differences(stream.peers, part.target))
             if part.parameters:
-                assert part.target is not None
+                norms = [piece.differences(stream.peers, part.target) for piece in part.parameters]
                 part.divergence = divergence_of(part.target, norms)
             for piece in part.parameters + part.moments:
-                assert part.target is not None
                 piece.write(stream.peers, part.target)
         self._decide(flight, gradient)
 
     def _decide(self, flight: _Flight, gradient: Sequence[Sequence[float]] | None) -> None:
-        divergences = [part.divergence.known() for part in flight.parts]
-        apart, mean = sum(part.apart for part in divergences), sum(part.mean for part in divergences)
+        divergences = [part.divergence() for part in flight.parts]
+        apart, mean = sum(apart for apart, _ in divergences), sum(mean for _, mean in divergences)
         local = 0.0
         if self.interval.needs_gradient:
             assert gradient is not None, "the length of the local gradients was wanted"
@@ -312,7 +311,7 @@ class Synchroniser:
         Call it before saving parameters: it ends exchanges. Pieces averaged in place are the parameters, or moments,
         themselves.
         """
-        state: dict[str, Any] = {"interval": self.interval.state_dict(), "since": self._since, "flight": None}
+        state: dict[str, Any] = {"interval": {"current": self.interval.current}, "since": self._since, "flight": None}
         if self._flight is not None:
             state["flight"] = {
                 "updates": self._flight.updates,
@@ -322,7 +321,7 @@ class Synchroniser:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore :meth:`state_dict`, after the parameters and the optimizer's state."""
-        self.interval.load_state_dict(state["interval"])
+        self.interval.current = state["interval"]["current"]
         self._since, self._flight = state["since"], None
         if state["flight"] is not None:
             saved = zip(self._streams, state["flight"]["parts"], strict=True)
@@ -336,8 +335,8 @@ class Synchroniser:
         self._happened.clear()
 
     def _restored(self, stream: Copies, saved: dict[str, Any]) -> _Part:
-        divergence = Divergence(*saved["divergence"])
-        part = _Part(saved["kind"], None, divergence=divergence, not_finite=saved["not_finite"])
+        apart, mean = saved["divergence"]
+        part = _Part(saved["kind"], None, divergence=lambda: (apart, mean), not_finite=saved["not_finite"])
         if saved["chosen"] is not None:
             chosen = saved["chosen"].numpy()
             part.target = Target(saved["kind"], chosen, np.ones(len(chosen), dtype=bool), saved["source"])
@@ -353,12 +352,11 @@ class Synchroniser:
 
 
 def _saved(part: _Part) -> dict[str, Any]:
-    divergence = part.divergence.known()
     return {
         "kind": part.kind,
         "chosen": None if part.target is None else torch.from_numpy(part.target.chosen),
         "source": None if part.target is None else part.target.source,
-        "divergence": (divergence.apart, divergence.mean),
+        "divergence": part.divergence(),
         "not_finite": part.not_finite,
         "parameters": [piece.state_dict() for piece in part.parameters],
         "moments": [piece.state_dict() for piece in part.moments],
@@ -403,14 +401,6 @@ class Interval:
 
     def _within(self, interval: float) -> int:
         return round(min(max(interval, 1), LONGEST))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state: H."""
-        return {"current": self.current}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore :meth:`state_dict`."""
-        self.current = state["current"]
 
 
 def relative(divergence: float, mean: float) -> float:

@@ -94,14 +94,14 @@ class Drift(Observer):
         self._window = Window(
             [
                 "weight",
-                "pairs",
-                "owner",
+                "drift pairs",
+                "drift owner",
                 "square",
                 "moved",
-                "increment",
+                "squared increment",
                 "foreseen",
-                "pairs_predicted",
-                "owner_predicted",
+                "drift pairs predicted",
+                "drift owner predicted",
             ]
         )
 
@@ -132,7 +132,8 @@ class Drift(Observer):
         # Every rank of a group finds the same values; together they weigh as much as the group has parameters.
         weight = sample.population * len(replicas.owned) / replicas.workers
         square = float((values[sample.owners, np.arange(len(sample.owners))] ** 2).mean())
-        self._window.add(weight=weight, pairs=weight * pairs, owner=weight * owner, square=weight * square)
+        self._window.add(weight=weight, square=weight * square)
+        self._window.add(**{"drift pairs": weight * pairs, "drift owner": weight * owner})
         before = self._before.get(replicas.stream)
         if before is None:
             return  # the update was skipped
@@ -140,12 +141,11 @@ class Drift(Observer):
         share = sample.population / len(sample.owners)
         moved = share * len(mine)
         increment = share * float(((values[sample.owners[mine], mine] - before[mine]) ** 2).sum())
-        self._window.add(moved=moved, increment=increment)
+        self._window.add(moved=moved, **{"squared increment": increment})
         factors = predicted(self._config, iteration, replicas.workers, replicas.units)
         if factors is not None:
-            self._window.add(
-                foreseen=moved, pairs_predicted=factors[0] * increment, owner_predicted=factors[1] * increment
-            )
+            names = ("drift pairs predicted", "drift owner predicted")
+            self._window.add(foreseen=moved, **{name: factor * increment for name, factor in zip(names, factors)})
 
     def _sample(self, replicas: Replicas) -> Sample:
         key = (replicas.stream, *replicas.shards)
@@ -157,21 +157,12 @@ class Drift(Observer):
         total = self._window.close()
         result = {}
         for weight, columns in (
-            ("weight", ("pairs", "owner")),
-            ("moved", ("increment",)),
-            ("foreseen", ("pairs_predicted", "owner_predicted")),
+            ("weight", ("drift pairs", "drift owner")),
+            ("moved", ("squared increment",)),
+            ("foreseen", ("drift pairs predicted", "drift owner predicted")),
         ):
             if total[weight]:
-                result |= {_NAMES[column]: total[column] / total[weight] for column in columns}
+                result |= {column: total[column] / total[weight] for column in columns}
         if total["square"]:
-            result["drift over weight"] = math.sqrt(total["owner"] / total["square"])
+            result["drift over weight"] = math.sqrt(total["drift owner"] / total["square"])
         return result
-
-
-_NAMES = {
-    "pairs": "drift pairs",
-    "owner": "drift owner",
-    "increment": "squared increment",
-    "pairs_predicted": "drift pairs predicted",
-    "owner_predicted": "drift owner predicted",
-}

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ...base import device
 from ...base.device import all_gather_single
-from ...base.fetch import Fetched
+from ...base.fetch import PendingArray
 from ...recovery.rows import to_device
 
 
@@ -64,4 +64,4 @@ def of_all_ranks(values: np.ndarray) -> np.ndarray:
     mine = to_device(values.view(np.uint8), device.current_device())
     rows = torch.empty(world * mine.numel(), dtype=torch.uint8, device=mine.device)
     all_gather_single(rows, mine)
-    return Fetched(rows).wait().view(np.float64).reshape(world, -1)
+    return PendingArray(rows).wait().view(np.float64).reshape(world, -1)
