@@ -38,6 +38,7 @@ pytestmark = pytest.mark.shows("the trainer: resumed, overlaps, TP 2, PP 2, SIGT
 
 VIRTUAL = {"virtual_workers": 4}
 LOSS = dict(p_grad=0.3, p_param=0.3, loss_unit="packet", packet_bytes=64, eval_weights="both", save_replicas=True)
+LOSS |= dict(drift_interval=2)
 
 
 @pytest.mark.on_cuda
