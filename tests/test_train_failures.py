@@ -201,7 +201,8 @@ def kill_one(ranks: list[Program], chance: random.Random, reached: Callable[[], 
     first, *others = chance.sample(ranks, len(ranks))
     happened = first.poll() is None and first.send_signal(signal.SIGKILL)
     for rank in others if together else ():
-        rank.send_signal(signal.SIGKILL)
+        if rank.poll() is None:
+            rank.send_signal(signal.SIGKILL)
     for rank in ranks:
         rank.communicate(timeout=240)
     return happened
