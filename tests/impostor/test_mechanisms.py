@@ -19,7 +19,7 @@ pytestmark = [
 
 
 def test_the_trainer_waits_for_the_loss_and_for_signals_and_blocks_on_no_copy(runs):
-    """What a row adds to that is in its line of the budget."""
+    """The budget has the waits that each row adds to these."""
     _, findings = runs(Row("unhooked"))[0]
     counted = Counter()
     for count, times in findings.counts.items():
