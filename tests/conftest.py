@@ -137,10 +137,16 @@ def unhooked():
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    """Settings of the trainer for text that never changes."""
+def text(tmp_path_factory):
+    """A folder with the data sets train and valid, of text that never changes."""
     from tests.trainer import write_data
 
     folder = tmp_path_factory.mktemp("data")
     run_ranks(write_data, 1, str(folder))
-    return {"data_path": (str(folder / "train"),), "valid_data_path": (str(folder / "valid"),)}
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(text):
+    """Settings of the trainer for this text."""
+    return {"data_path": (str(text / "train"),), "valid_data_path": (str(text / "valid"),)}

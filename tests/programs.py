@@ -12,7 +12,6 @@ import atexit
 import os
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,39 +24,44 @@ from pathlib import Path
 from typing import IO
 
 from tests.ranks import context
+from tests.slurm_cluster import free_ports
 
 ROOT = Path(__file__).parents[1]
 #: Programs that start ranks: torchrun, and the launcher's agent in its place.
 TORCHRUN, AGENT = "torch.distributed.run", "megatron_lossy.lab.launch.agent"
 
 
-def _become(program: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Run ``python -m program arguments``, or ``python program arguments`` of a file, in this process, which ends with it."""
-    os.environ.clear()
-    os.environ.update(environment)
-    script = program.endswith(".py")
-    sys.path.insert(0, os.path.dirname(program) if script else os.getcwd())
+def run_main(program: str, arguments: Sequence[str]) -> int:
+    """Run ``python -m program arguments``, or ``python program arguments`` of a file, in this process. Return its exit status."""
     sys.argv = [program, *arguments]
-    status = 1
     try:
-        if script:
+        if program.endswith(".py"):
             runpy.run_path(program, run_name="__main__")
         else:
             runpy.run_module(program, run_name="__main__", alter_sys=True)
-        status = 0
     except SystemExit as end:
-        status = end.code if isinstance(end.code, int) else int(end.code is not None)
-        if end.code is not None and not isinstance(end.code, int):
-            print(end.code, file=sys.stderr)
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+        return 1
     except BaseException:
         traceback.print_exc()
-    finally:
-        # The interpreter's own end, which a fork does not reach.
-        threading._shutdown()
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+        return 1
+    return 0
+
+
+def _become(program: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Run the program as :func:`run_main` does, in this process, which ends with it."""
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path.insert(0, os.path.dirname(program) if program.endswith(".py") else os.getcwd())
+    status = run_main(program, arguments)
+    # The interpreter's own end, which a fork does not reach.
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _write_to(stdout: int, stderr: int) -> None:
@@ -192,10 +196,12 @@ class Program:
 
 def rank_environments(ranks: int) -> list[dict[str, object]]:
     """Return the environment that torchrun gives to each of ``ranks`` on one node."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    world = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    world = {
+        "WORLD_SIZE": ranks,
+        "LOCAL_WORLD_SIZE": ranks,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": free_ports(1)[0],
+    }
     return [{**world, "RANK": rank, "LOCAL_RANK": rank} for rank in range(ranks)]
 
 

@@ -11,12 +11,13 @@ import faulthandler
 import multiprocessing
 import os
 import signal
-import socket
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from typing import Any
+
+from tests.slurm_cluster import free_ports
 
 # Oversubscribed cores crawl, and sums must not depend on the number of threads.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -81,12 +82,6 @@ def _take_device(kind, rank, torch):
         torch.utils.deterministic.fill_uninitialized_memory = False
     elif torch.cuda.is_available():
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class _World:
@@ -188,7 +183,7 @@ def run_ranks(
     """
     environment = dict(environment or {})
     if not grouped:
-        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0])}
     world = _World(world_size, environment, grouped, on or kind)
     results = world.call(function, args, timeout)
     world.end()

@@ -7,44 +7,16 @@ process is as it was: folder, environment, signals, warnings and process groups.
 from __future__ import annotations
 
 import os
-import runpy
 import signal
 import sys
 import tempfile
-import traceback
 import warnings
 from pathlib import Path
 from subprocess import CompletedProcess
-from typing import Any, NoReturn
+from typing import Any
 
+from tests.programs import ROOT, run_main
 from tests.ranks import context
-
-ROOT = Path(__file__).parents[1]
-
-
-class _Ended(BaseException):
-    """``os._exit``, of which the argument is the status."""
-
-
-def _end(status: int) -> NoReturn:
-    raise _Ended(status)
-
-
-def _run(module: str, words: list[str]) -> int:
-    sys.argv = [module, *words]
-    try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
-    except _Ended as end:
-        return end.args[0]
-    except SystemExit as end:
-        if end.code is not None and not isinstance(end.code, int):
-            print(end.code, file=sys.stderr)
-            return 1
-        return end.code or 0
-    except BaseException:
-        traceback.print_exc()
-        return 1
-    return 0
 
 
 def _as_before(before: dict[str, Any]) -> None:
@@ -65,7 +37,7 @@ def _as_before(before: dict[str, Any]) -> None:
 
 def _serve(connection) -> None:
     really_end = os._exit
-    os._exit = _end  # as errors.py ends a program
+    os._exit = sys.exit  # as errors.py ends a program
     sys.path.insert(0, os.getcwd())
     before = {
         "folder": os.getcwd(),
@@ -84,7 +56,7 @@ def _serve(connection) -> None:
             os.dup2(stdout.fileno(), 1)
             os.dup2(stderr.fileno(), 2)
             with warnings.catch_warnings():
-                status = _run(module, words)
+                status = run_main(module, words)
             sys.stdout.flush()
             sys.stderr.flush()
             _as_before(before)

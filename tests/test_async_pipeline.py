@@ -195,20 +195,6 @@ def test_a_run_with_other_samples_cannot_continue_what_is_under_way(data, tmp_pa
     check_folders(TrainConfig(**go_on | {"train_iters": 9}), lossy)  # nothing is under way at the end
 
 
-@pytest.mark.slow
-def test_every_transport_carries_the_exchanges_of_stages(data, tmp_path):
-    """Two ranks of each stage: with the same drawn losses in pieces and over UDP, which loses nothing on a loopback."""
-    base = TINY | data | {"pipeline_model_parallel_size": 2}
-    runs = {
-        "pieces": {"transport": "pieces", "loss_unit": "packet", "packet_bytes": 1408, "p_grad": 0.2, "p_param": 0.2},
-        "udp": {"transport": "udp", "p_grad": 0.2, "p_param": 0.2},
-    }
-    run_ranks(train_runs, 4, *((base | {"save": str(tmp_path / name)}, ASYNC | loss) for name, loss in runs.items()))
-    seen = [[row["lm loss"] for row in read_records(tmp_path / name, "train")] for name in runs]
-    assert seen[0] == seen[1]
-    assert checkpoint_bytes(tmp_path / "pieces", 8) == checkpoint_bytes(tmp_path / "udp", 8)
-
-
 def test_without_saved_replicas_all_versions_start_as_the_newest(data, tmp_path):
     base = TINY | data | {"pipeline_model_parallel_size": 2, "log_interval": 1, "eval_iters": 0}
     run_ranks(train_runs, 2, *whole_and_parts(tmp_path, base, ASYNC, 4))

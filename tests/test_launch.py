@@ -42,7 +42,7 @@ from megatron_lossy.lab.train.arguments import configurations, make_parser, read
 from megatron_lossy.lab.train.config import TrainConfig
 
 from .ranks import run_ranks
-from .trainer import TINY, read_records, write_data
+from .trainer import TINY, read_records
 
 pytestmark = pytest.mark.shows(
     "configurations: sizes, memory, flags, dry runs, refusals",
@@ -55,18 +55,10 @@ LARGE = sorted((ROOT / "configs").glob("llama*/*_dp*.yaml"))
 TINY_FILE = ROOT / "configs/tiny/llama_1m.yaml"
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    """A folder with the data sets train and valid."""
-    folder = tmp_path_factory.mktemp("data")
-    run_ranks(write_data, 1, str(folder))
-    return folder
-
-
-def arguments(file, data, out, *more):
+def arguments(file, text, out, *more):
     return [
         f"--config={file}", "--program=train", f"--out={out}", "--tokenizer=byte",
-        f"--data-path={data}/train", f"--valid-data-path={data}/valid", "--max-epochs=1e9", *map(str, more),
+        f"--data-path={text}/train", f"--valid-data-path={text}/valid", "--max-epochs=1e9", *map(str, more),
     ]  # fmt: skip
 
 
@@ -264,10 +256,10 @@ def test_a_dry_run_counts_the_checkpoints_that_are_there_at_once(monkeypatch, fl
     assert ("more than the 400.0 GiB that are free at /" in line) == (number > 4)
 
 
-def test_the_dataset_helper_is_built_before_ranks_start(data, tmp_path, monkeypatch):
+def test_the_dataset_helper_is_built_before_ranks_start(text, tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr("megatron_lossy.hooks.dataset_helper.build_helper", asked.append)
-    plan = make_plan(arguments(TINY_FILE, data, tmp_path, "--device=cpu", "--accelerators=2", "--rate=0.1"))
+    plan = make_plan(arguments(TINY_FILE, text, tmp_path, "--device=cpu", "--accelerators=2", "--rate=0.1"))
     for starting in (False, True):
         check(plan, starting)
         assert asked == [None] * starting
@@ -282,8 +274,8 @@ def test_layers_of_files(tmp_path):
     assert plan.folder == Path("x/top")
 
 
-def test_flags_for_megatron(data, tmp_path):
-    command = arguments(ROOT / "configs/llama2_7b/gaudi3_dp32.yaml", data, tmp_path, "--rate=0.1")
+def test_flags_for_megatron(text, tmp_path):
+    command = arguments(ROOT / "configs/llama2_7b/gaudi3_dp32.yaml", text, tmp_path, "--rate=0.1")
     command[1] = "--program=pretrain_gpt.py"
     plan = make_plan([*command, "--tokenizer=sentencepiece:t.model", "--eod-mask-loss"])
     line = " ".join(plan.module)
@@ -292,7 +284,7 @@ def test_flags_for_megatron(data, tmp_path):
         "--optimizer fusedadamw", "--normalization RMSNorm", "--position-embedding-type rope", "--swiglu",
         "--tensor-model-parallel-size 2", "--untie-embeddings-and-output-weights", "--attention-dropout 0.0",
         "--tokenizer-type GPTSentencePieceTokenizer --tokenizer-model t.model", "--p-grad 0.1 --p-param 0.1",
-        f"--train-data-path {data}/train --valid-data-path {data}/valid", f"--save {tmp_path}/p_0.10 --load",
+        f"--train-data-path {text}/train --valid-data-path {text}/valid", f"--save {tmp_path}/p_0.10 --load",
         "--exit-signal-handler", "--sequence-parallel", "--eod-mask-loss", "--use-fused-sdpa 1",
     ):  # fmt: skip
         assert f" {flags}" in line
@@ -311,17 +303,17 @@ def test_flags_for_megatron(data, tmp_path):
     ],
     ids=lambda flags: flags[0],
 )
-def test_the_trainer_is_told_what_the_plan_says(flags, data, tmp_path):
-    plan = make_plan(arguments(TINY_FILE, data, tmp_path, "--device=cpu", "--accelerators=4", *flags))
+def test_the_trainer_is_told_what_the_plan_says(flags, text, tmp_path):
+    plan = make_plan(arguments(TINY_FILE, text, tmp_path, "--device=cpu", "--accelerators=4", *flags))
     check(plan, starting=False)
     assert plan.module[0] == "megatron_lossy.train"
     told = configurations(read_arguments(make_parser("train", ""), plan.module[1:]))
     assert told == (plan.train, plan.lossy)
 
 
-def test_megatron_is_told_which_optimizer(data, tmp_path):
+def test_megatron_is_told_which_optimizer(text, tmp_path):
     for flags, sharded in ((), True), (("--no-use-distributed-optimizer", "--param-sync-interval=4"), False):
-        command = arguments(TINY_FILE, data, tmp_path, "--device=cpu", "--accelerators=4", "--tokenizer=byte", *flags)
+        command = arguments(TINY_FILE, text, tmp_path, "--device=cpu", "--accelerators=4", "--tokenizer=byte", *flags)
         command[1] = "--program=pretrain_gpt.py"
         plan = make_plan(command)
         assert ("--use-distributed-optimizer" in plan.module) == sharded
@@ -353,16 +345,16 @@ def test_megatron_is_told_which_optimizer(data, tmp_path):
         (["--context-parallel-size=2", "--program=p.py"], "--context-parallel-size 2: launch cannot check it"),
     ],
 )
-def test_one_line_says_what_is_wrong(flags, message, data, tmp_path):
-    command = arguments(ROOT / "configs/llama2_7b/cuda_dp64.yaml", data, tmp_path, "--rdzv-endpoint=n:1", *flags)
+def test_one_line_says_what_is_wrong(flags, message, text, tmp_path):
+    command = arguments(ROOT / "configs/llama2_7b/cuda_dp64.yaml", text, tmp_path, "--rdzv-endpoint=n:1", *flags)
     with pytest.raises(UsageError, match=message) as raised:
         check(make_plan(command), starting=False)
     assert "\n" not in str(raised.value)
 
 
-def test_status_2_and_nothing_started(data, tmp_path):
+def test_status_2_and_nothing_started(text, tmp_path):
     """The node has no accelerator."""
-    command = arguments(ROOT / "configs/llama2_7b/cuda_dp64.yaml", data, tmp_path / "out", "--rdzv-endpoint=n:1")
+    command = arguments(ROOT / "configs/llama2_7b/cuda_dp64.yaml", text, tmp_path / "out", "--rdzv-endpoint=n:1")
     done = subprocess.run([sys.executable, "-m", "megatron_lossy.launch", *command], capture_output=True, text=True)
     assert done.returncode == 2 and not done.stdout and not (tmp_path / "out").exists()
     file = ROOT / "configs/llama2_7b/cuda_dp64.yaml"
@@ -378,17 +370,17 @@ def test_a_file_may_not_be_its_own_base(tmp_path):
         make_plan([f"--config={tmp_path}/a.yaml", "--program=train", "--out=x"])
 
 
-def test_a_job_of_another_size_is_refused(data, tmp_path):
-    command = arguments(ROOT / "configs/llama2_7b/cuda_dp64.yaml", data, tmp_path, "--launcher=srun")
+def test_a_job_of_another_size_is_refused(text, tmp_path):
+    command = arguments(ROOT / "configs/llama2_7b/cuda_dp64.yaml", text, tmp_path, "--launcher=srun")
     with pytest.raises(UsageError, match="--accelerators 64: must be the 32 tasks of the Slurm job"):
         make_plan(command, tasks=32)
 
 
-def test_commands_of_the_launchers(data, tmp_path):
+def test_commands_of_the_launchers(text, tmp_path):
     file = ROOT / "configs/llama2_7b/cuda_dp64.yaml"
 
     def command(*flags, environment=None):
-        return " ".join(launch_command(make_plan(arguments(file, data, tmp_path, *flags)), environment or {}))
+        return " ".join(launch_command(make_plan(arguments(file, text, tmp_path, *flags)), environment or {}))
 
     nodes = command("--launcher=torchrun", "--rdzv-endpoint=n1:29400", "--rate=0.1", "--max-restarts=3")
     assert "--nnodes 8 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint n1:29400 --rdzv-id p_0.10" in nodes
@@ -422,12 +414,12 @@ def test_ranks_of_srun():
         rank_environment({})
 
 
-def test_torchrun_trains_and_writes_a_log_per_rank(data, tmp_path):
+def test_torchrun_trains_and_writes_a_log_per_rank(text, tmp_path):
     flags = ["--device=cpu", "--accelerators=2", "--rate=0.1", "--train-iters=2", "--lr-warmup-iters=1"]
     flags += ["--num-layers=2", "--hidden-size=64", "--seq-length=32", "--eval-iters=1", "--log-interval=1"]
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [ROOT / "launch/torchrun.sh", *arguments(TINY_FILE, data, tmp_path, *flags, "--no-save-replicas")]
+    command = [ROOT / "launch/torchrun.sh", *arguments(TINY_FILE, text, tmp_path, *flags, "--no-save-replicas")]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
     run = tmp_path / "p_0.10"
@@ -454,10 +446,10 @@ RUNNING = "JobState=RUNNING PreemptTime=None"
     ],
 )
 def test_a_job_is_requeued_until_the_run_is_complete(
-    done_before, saves, status, state, expected, requeued, data, tmp_path, monkeypatch
+    done_before, saves, status, state, expected, requeued, text, tmp_path, monkeypatch
 ):
     """With programs named srun and scontrol in place of Slurm's; test_launch_slurm.py has the real ones."""
-    plan = make_plan(arguments(TINY_FILE, data, tmp_path, "--device=cpu", "--launcher=srun", "--rate=0.1"), tasks=2)
+    plan = make_plan(arguments(TINY_FILE, text, tmp_path, "--device=cpu", "--launcher=srun", "--rate=0.1"), tasks=2)
 
     def checkpoint(iteration):
         tracker = plan.folder / "latest_checkpointed_iteration.txt"
@@ -488,9 +480,9 @@ def test_a_job_of_an_array_is_not_the_whole_array():
     assert job_name({"SLURM_JOB_ID": "11", "SLURM_ARRAY_JOB_ID": "11", "SLURM_ARRAY_TASK_ID": "4"}) == "11_4"
 
 
-def test_a_job_with_other_nodes_is_refused(data, tmp_path):
+def test_a_job_with_other_nodes_is_refused(text, tmp_path):
     file = ROOT / "configs/llama2_7b/cuda_dp64.yaml"
-    plan = make_plan(arguments(file, data, tmp_path, "--launcher=srun"), tasks=64)
+    plan = make_plan(arguments(file, text, tmp_path, "--launcher=srun"), tasks=64)
     check_job(plan, {"SLURM_JOB_NUM_NODES": "8"})
     with pytest.raises(UsageError, match="--accelerators-per-node 8: must be 4: the Slurm job has 16 nodes"):
         check_job(plan, {"SLURM_JOB_NUM_NODES": "16"})
@@ -498,12 +490,12 @@ def test_a_job_with_other_nodes_is_refused(data, tmp_path):
         check_job(plan, {"SLURM_JOB_NUM_NODES": "7"})
 
 
-def test_epochs_are_said_and_limited(data, tmp_path, capsys):
-    command = arguments(TINY_FILE, data, tmp_path, "--device=cpu", "--accelerators=4", "--rate=0.1", "--dry-run")
+def test_epochs_are_said_and_limited(text, tmp_path, capsys):
+    command = arguments(TINY_FILE, text, tmp_path, "--device=cpu", "--accelerators=4", "--rate=0.1", "--dry-run")
     with pytest.raises(UsageError, match="G tokens for a run of 0.00041 G, 51.2 epochs; .* --max-epochs"):
         check(make_plan([*command, "--max-epochs=4"]), starting=False)
     launch([*command, "--max-epochs=60"])
-    assert f"data     51.2 epochs of {data}/train" in capsys.readouterr().out
+    assert f"data     51.2 epochs of {text}/train" in capsys.readouterr().out
     with pytest.raises(UsageError, match="--max-epochs 0.0: must be above 0"):
         make_plan([*command, "--max-epochs=0"])
 
@@ -511,8 +503,8 @@ def test_epochs_are_said_and_limited(data, tmp_path, capsys):
 ISLANDS = ["--islands=2", "--sync-method=parameters", "--sync-fraction=0.25", "--sync-delay=3"]
 
 
-def test_islands(data, tmp_path, capsys):
-    command = arguments(TINY_FILE, data, tmp_path, "--device=cpu", "--accelerators=4", "--max-epochs=60", *ISLANDS)
+def test_islands(text, tmp_path, capsys):
+    command = arguments(TINY_FILE, text, tmp_path, "--device=cpu", "--accelerators=4", "--max-epochs=60", *ISLANDS)
     launch([*command, "--dry-run"])
     printed = capsys.readouterr().out
     assert "islands  2, each a job of 2 consecutive ranks, data 2, in island_0 and so on\n" in printed
@@ -549,12 +541,12 @@ def test_shipped_configurations_go_with_islands(file, tmp_path):
 APART = [*ISLANDS, "--save-replicas", "--rendezvous=tcp://one.example:29511/run"]
 
 
-def test_islands_that_are_launches_of_their_own(data, tmp_path, capsys):
+def test_islands_that_are_launches_of_their_own(text, tmp_path, capsys):
     """A command for each of them and for the coordinator; --accelerators are those of one."""
     key = tmp_path / "run.key"
     key.write_bytes(bytes(32))
     more = ["--device=cpu", "--accelerators=2", "--max-epochs=60", f"--udp-key-file={key}"]
-    command = arguments(TINY_FILE, data, tmp_path, *more, *APART)
+    command = arguments(TINY_FILE, text, tmp_path, *more, *APART)
     with pytest.raises(SystemExit, match="0"):
         launch([*command, "--dry-run"])
     printed = capsys.readouterr().out
@@ -628,28 +620,28 @@ def test_all_that_is_wrong_is_told_at_once(rows, tmp_path):
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*/gaudi3_*.yaml")), ids=lambda path: path.stem)
-def test_our_trainer_cannot_run_on_the_megatron_of_a_gaudi(file, data, tmp_path):
+def test_our_trainer_cannot_run_on_the_megatron_of_a_gaudi(file, text, tmp_path):
     with pytest.raises(UsageError, match="--program train: needs megatron-core 0.16; HabanaAI's forks"):
-        check(make_plan(arguments(file, data, tmp_path)), starting=False)
+        check(make_plan(arguments(file, text, tmp_path)), starting=False)
 
 
-def test_a_dry_run_looks_at_the_version_of_megatron(data, tmp_path, monkeypatch):
+def test_a_dry_run_looks_at_the_version_of_megatron(text, tmp_path, monkeypatch):
     core = tmp_path / "path/megatron/core"
     core.mkdir(parents=True)
     (core / "__init__.py").write_text("raise ImportError('it is not imported')")
     (core / "package_info.py").write_text("__version__ = '0.13.1'")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: SimpleNamespace(origin=str(core / "__init__.py")))
-    plan = make_plan(arguments(TINY_FILE, data, tmp_path, "--device=cpu", "--accelerators=2"))
+    plan = make_plan(arguments(TINY_FILE, text, tmp_path, "--device=cpu", "--accelerators=2"))
     with pytest.raises(UsageError, match="megatron-core 0.13.1: is not supported; use at least 0.16"):
         check(plan, starting=False)
 
 
-def test_gaudi_needs_the_fork(data, tmp_path, monkeypatch):
+def test_gaudi_needs_the_fork(text, tmp_path, monkeypatch):
     refused = "megatron-lossy: error: --optimizer: invalid choice: 'fusedadamw' (choose from adam, sgd)\n"
     done = SimpleNamespace(returncode=2, stdout="", stderr=refused)
     monkeypatch.setattr("megatron_lossy.lab.launch.checks.subprocess.run", lambda command, **_: done)
     plan = make_plan(
-        arguments(ROOT / "configs/llama2_7b/gaudi3_dp64.yaml", data, tmp_path, "--program=pretrain_gpt.py")
+        arguments(ROOT / "configs/llama2_7b/gaudi3_dp64.yaml", text, tmp_path, "--program=pretrain_gpt.py")
     )
     with pytest.raises(UsageError, match="'fusedadamw' .*; Gaudi needs HabanaAI's fork: git clone"):
         check_megatron(plan)
@@ -668,8 +660,8 @@ def test_gaudi_needs_the_fork(data, tmp_path, monkeypatch):
     ],
     ids=["fits", "unknown", "wrong", "refused", "invalid"],
 )
-def test_megatron_itself_checks_its_flags(flags, message, megatron_lm, data, tmp_path):
-    command = arguments(ROOT / "configs/llama2_7b/cuda_dp16.yaml", data, tmp_path, "--rate=0.1", "--launcher=srun")
+def test_megatron_itself_checks_its_flags(flags, message, megatron_lm, text, tmp_path):
+    command = arguments(ROOT / "configs/llama2_7b/cuda_dp16.yaml", text, tmp_path, "--rate=0.1", "--launcher=srun")
     command[1] = f"--program={megatron_lm}/pretrain_gpt.py"
     plan = make_plan([*command, *flags])
     if message is None:

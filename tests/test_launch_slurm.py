@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from .ranks import run_ranks
 from .slurm_cluster import ROOT, free_ports, missing, slurm_cluster
-from .trainer import read_records, recorded_losses, write_data
+from .trainer import read_records, recorded_losses
 
 pytestmark = [
     pytest.mark.shows("the job script in a real Slurm: preempted, limited, in an array"),
@@ -30,29 +29,21 @@ def cluster():
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    """A folder with the data sets train and valid."""
-    folder = tmp_path_factory.mktemp("data")
-    run_ranks(write_data, 1, str(folder))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(cluster, data, tmp_path_factory):
+def uninterrupted(cluster, text, tmp_path_factory):
     """The folder of a run that nothing happened to."""
     folder = tmp_path_factory.mktemp("uninterrupted")
-    job = cluster.submit(folder, *ONE_NODE, SCRIPT, *flags(data, folder), "--rate=0.1")
+    job = cluster.submit(folder, *ONE_NODE, SCRIPT, *flags(text, folder), "--rate=0.1")
     assert cluster.wait_end(job) == "COMPLETED", log(folder, job)
     assert cluster.job(job)["Restarts"] == "0"
     assert log(folder, job).startswith("srun ") and " megatron_lossy.train " in log(folder, job)
     return folder / "runs/p_0.10"
 
 
-def flags(data: Path, out: Path, iterations: int = ITERATIONS) -> list[str]:
+def flags(text: Path, out: Path, iterations: int = ITERATIONS) -> list[str]:
     """Return a tiny model, whose checkpoints continue bit for bit."""
     return [
         f"--config={ROOT}/configs/tiny/llama_1m.yaml", "--program=train", "--device=cpu", f"--out={out}/runs",
-        f"--data-path={data}/train", f"--valid-data-path={data}/valid", "--save-replicas", "--max-epochs=1e9",
+        f"--data-path={text}/train", f"--valid-data-path={text}/valid", "--save-replicas", "--max-epochs=1e9",
         "--num-layers=2", "--hidden-size=64", "--ffn-hidden-size=64", "--seq-length=32", "--hidden-dropout=0.1",
         "--micro-batch-size=2", "--global-batch-size=8", "--lr-warmup-iters=2", f"--train-iters={iterations}",
         f"--save-interval={SAVE_INTERVAL}", "--log-interval=1", "--eval-interval=200", "--eval-iters=2",
@@ -78,9 +69,9 @@ def preempt(cluster, folder: Path, job: str) -> None:
     assert cluster.wait_end(other) == "COMPLETED"
 
 
-def test_a_preempted_run_ends_as_if_nothing_had_happened(cluster, data, uninterrupted, tmp_path):
+def test_a_preempted_run_ends_as_if_nothing_had_happened(cluster, text, uninterrupted, tmp_path):
     """On two nodes, without a grace time: SIGTERM, and SIGKILL after Slurm's KillWait."""
-    arguments = [*flags(data, tmp_path), "--rate=0.1", "--accelerators-per-node=1"]
+    arguments = [*flags(text, tmp_path), "--rate=0.1", "--accelerators-per-node=1"]
     job = cluster.submit(tmp_path, *TWO_NODES, SCRIPT, *arguments)
     run = tmp_path / "runs/p_0.10"
     cluster.wait("a checkpoint", lambda: saved(run) >= SAVE_INTERVAL)
@@ -92,9 +83,9 @@ def test_a_preempted_run_ends_as_if_nothing_had_happened(cluster, data, uninterr
     assert "loaded checkpoint of iteration" in restarted
 
 
-def test_preemption_with_a_grace_time_while_a_run_is_starting(cluster, data, uninterrupted, tmp_path):
+def test_preemption_with_a_grace_time_while_a_run_is_starting(cluster, text, uninterrupted, tmp_path):
     """The ranks cannot take SIGTERM yet, and die of it. That is no reason to leave the queue."""
-    job = cluster.submit(tmp_path, "--partition=grace", *ONE_NODE, SCRIPT, *flags(data, tmp_path), "--rate=0.1")
+    job = cluster.submit(tmp_path, "--partition=grace", *ONE_NODE, SCRIPT, *flags(text, tmp_path), "--rate=0.1")
     run = tmp_path / "runs/p_0.10"
     cluster.wait("ranks", (run / f"logs/{job}.0/rank-0.log").exists)
     preempt(cluster, tmp_path, job)
@@ -102,11 +93,11 @@ def test_preemption_with_a_grace_time_while_a_run_is_starting(cluster, data, uni
     assert recorded_losses(run) == recorded_losses(uninterrupted)
 
 
-def test_time_limit_and_cancelling_in_an_array(cluster, data, tmp_path):
+def test_time_limit_and_cancelling_in_an_array(cluster, text, tmp_path):
     """Slurm's SIGTERM, five minutes early, concerns one job of the array; scancel then ends both for good."""
     iterations = 20000
     array = cluster.submit(
-        tmp_path, *ONE_NODE, "--array=0-1", SCRIPT, *flags(data, tmp_path, iterations), "--rates", "0", "0.1"
+        tmp_path, *ONE_NODE, "--array=0-1", SCRIPT, *flags(text, tmp_path, iterations), "--rates", "0", "0.1"
     )
     first, last = f"{array}_0", f"{array}_1"
     runs = {first: tmp_path / "runs/p_0.00", last: tmp_path / "runs/p_0.10"}
@@ -145,8 +136,8 @@ def test_time_limit_and_cancelling_in_an_array(cluster, data, tmp_path):
     ],
     ids=["configuration", "data", "ranks", "nodes"],
 )
-def test_a_wrong_job_ends_at_once_with_one_line(sizes, more, message, cluster, data, tmp_path):
-    job = cluster.submit(tmp_path, *sizes, SCRIPT, *flags(data, tmp_path), "--rate=0.1", *more)
+def test_a_wrong_job_ends_at_once_with_one_line(sizes, more, message, cluster, text, tmp_path):
+    job = cluster.submit(tmp_path, *sizes, SCRIPT, *flags(text, tmp_path), "--rate=0.1", *more)
     assert cluster.wait_end(job) == "FAILED"
     assert cluster.job(job)["ExitCode"] == "2:0" and cluster.job(job)["Restarts"] == "0"
     [line] = log(tmp_path, job).splitlines()

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import itertools
-import json
 import math
 
 import numpy as np
@@ -20,7 +19,6 @@ from megatron_lossy.transport import Network
 from tests.ranks import run_ranks
 from tests.rules import delivered
 from tests.tiny_gpt import TinyGPT, build
-from tests.trainer import TINY, read_records, train_runs
 
 pytestmark = pytest.mark.shows(
     "losses, ages, drift of the monitors against plain NumPy", "ranks and virtual workers count alike"
@@ -321,29 +319,6 @@ def test_predictions_of_other_losses():
     schedule = LossyConfig(loss_schedule=("0:0,10:0.5",))
     assert drift.predicted(LossyConfig(p_param=0.4, param_send="compensated"), 0, 8, 1) is None
     assert drift.predicted(schedule, 9, 2, 1) == (0, 0) and drift.predicted(schedule, 10, 2, 1) == (1, 1)
-
-
-def test_runs_write_them(data, tmp_path):
-    """Real ranks and virtual workers write the same records, resumed ones too, and TensorBoard has the names."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    base = TINY | data | {"eval_iters": 0, "train_iters": 6, "log_interval": 2}
-    loss = {"p_grad": 0.3, "p_param": 0.3, "drift_interval": 2, "save_replicas": True}
-    halves = base | {"save": str(tmp_path / "halves"), "load": str(tmp_path / "halves")}
-    whole = base | {"metrics_dir": str(tmp_path / "real"), "tensorboard_dir": str(tmp_path / "events")}
-    run_ranks(train_runs, 2, (whole, loss), (halves | {"exit_interval": 3}, loss), (halves, loss))
-    run_ranks(train_runs, 1, (base | {"metrics_dir": str(tmp_path / "virtual"), "virtual_workers": 2}, loss))
-    real, resumed, virtual = (read_records(tmp_path / name, "train") for name in ("real", "halves", "virtual"))
-    keys = {"loss rate grad", "loss rate param", "survivors mean", "survivors min", "share without survivor"}
-    keys |= {"stale age mean", "stale age max", *only_drift(real[0])}
-    assert len(keys) == 13 and len(real) == 3
-    for one, two, three in zip(real, resumed, virtual, strict=True):
-        assert json.dumps({key: one[key] for key in keys}) == json.dumps({key: two[key] for key in keys})
-        assert {key: one[key] for key in keys} == pytest.approx({key: three[key] for key in keys}, rel=1e-12)
-    events = EventAccumulator(str(tmp_path / "events"))
-    events.Reload()
-    for key in keys:
-        assert [event.value for event in events.Scalars(key)] == pytest.approx([record[key] for record in real])
 
 
 def told_of_priorities(rank, config, workers=None):

@@ -18,24 +18,20 @@ from megatron_lossy import hooks
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.config.refusal import check_refusals
-from megatron_lossy.delivery_log.reader import DeliveryLogFolder
 from megatron_lossy.hooks.facts import of_communicator
 from megatron_lossy.hooks.versions import decoder_layers
-from megatron_lossy.lab.delivery_log.verify import verify, verify_events
 from megatron_lossy.lab.virtual import VirtualCluster
 from megatron_lossy.mechanisms.boundaries.hooks import StageBoundaries
 from megatron_lossy.mechanisms.boundaries.messages import Boundary
 from tests import contract
-from tests.boundaries import boundary_lost, boundary_rows
+from tests.boundaries import boundary_lost
 from tests.ranks import run_ranks
 from tests.rules import assert_same
 from tests.tiny_gpt import TinyGPT, build
-from tests.trainer import TINY, read_records, recorded_losses, train_runs
 
 pytestmark = pytest.mark.shows(
     "every message by value: both directions, interleaved, TP 2, sequences",
     "stages are one process with virtual boundaries, bit for bit",
-    "resumed runs lose the same messages",
 )
 
 #: Activations of the tiny model are 1,024 values: 21 packets, the last one short.
@@ -428,35 +424,3 @@ def test_several_modules_are_refused():
     with pytest.raises(UsageError, match="^MultiModulePipelineCommunicator: cannot go with --p-act"):
         check_refusals(BOTH, of_communicator(MultiModulePipelineCommunicator()))
     check_refusals(BOTH, of_communicator(object()))
-
-
-def test_the_hooks_go():
-    before = [schedules.forward_backward_pipelining_without_interleaving, schedules.forward_backward_no_pipelining]
-    lossy = hooks.install(BOTH)
-    assert schedules.forward_backward_pipelining_without_interleaving is not before[0]
-    lossy.uninstall()
-    after = [schedules.forward_backward_pipelining_without_interleaving, schedules.forward_backward_no_pipelining]
-    assert before == after
-
-
-@pytest.mark.slow
-def test_a_resumed_run_goes_on_with_the_same_losses(data, tmp_path):
-    """Losses of activations alone, in two stages, need no saved replicas. The log says so, too."""
-    settings = TINY | data | {"pipeline_model_parallel_size": 2, "hidden_dropout": 0.0}
-    settings |= {"save_interval": 4, "log_interval": 1}
-    loss = {"p_act": 0.3, "p_act_grad": 0.3, "packet_bytes": 200, "act_fec": ("off",)}
-    whole, parts = (settings | {"save": str(tmp_path / name)} for name in ("whole", "parts"))
-    logs = {name: tmp_path / f"log of {name}" for name in ("whole", "parts")}
-    once, twice = (loss | {"delivery_log": str(log)} for log in logs.values())
-    again = parts | {"load": parts["save"]}
-    run_ranks(train_runs, 2, (whole, once), (parts | {"exit_interval": 4}, twice), (again, twice))
-    rows = boundary_rows(logs["whole"])
-    assert rows == boundary_rows(logs["parts"]) and {row["iteration"] for row in rows} == set(range(8))
-    assert all(
-        one(log).problems == []
-        for log in logs.values()
-        for one in (lambda at: verify(DeliveryLogFolder(at)), verify_events)
-    )
-    assert recorded_losses(tmp_path / "parts") == recorded_losses(tmp_path / "whole")
-    [first, *_] = read_records(tmp_path / "whole", "train")
-    assert first["loss rate act"] == first["zero share act"] > 0.2 and first["loss rate grad"] == 0

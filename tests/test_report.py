@@ -39,6 +39,14 @@ def write_run(folder, p, losses, valid=None, seed=1, p_param=None, tail="", **co
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records) + tail)
 
 
+def add(folder, **record):
+    """Add a record of training."""
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write(
+            json.dumps({"kind": "train", **{name.replace("_", " "): value for name, value in record.items()}}) + "\n"
+        )
+
+
 def cells(table):
     return {(name, heading): cell for name, row in table.rows for heading, cell in zip(table.headings, row)}
 
@@ -46,11 +54,9 @@ def cells(table):
 def write_scalars(folder, p, iterations=100, **scalars):
     """A metrics file whose training records also have ``scalars``: functions of the iteration, or values."""
     write_run(folder, p, [])
-    with open(folder / "metrics.jsonl", "a") as file:
-        for i in range(1, iterations + 1):
-            values = {name: value(i) if callable(value) else value for name, value in scalars.items()}
-            values = {name.replace("_", " "): value for name, value in values.items() if value is not ...}
-            file.write(json.dumps({"kind": "train", "iteration": i, "lm loss": 2.0, **values}) + "\n")
+    for i in range(1, iterations + 1):
+        values = {name: value(i) if callable(value) else value for name, value in scalars.items()}
+        add(folder, iteration=i, lm_loss=2.0, **{name: value for name, value in values.items() if value is not ...})
 
 
 def test_table_of_one_seed(tmp_path):
@@ -98,26 +104,22 @@ def test_owner_and_replica_diverged_and_mixed_rates(tmp_path):
 
 def test_what_a_resumed_run_left_behind_is_dropped(tmp_path):
     write_run(tmp_path / "a", 0.0, [9.0] * 30, {"replica": 8.0})
-    with open(tmp_path / "a" / "metrics.jsonl", "a") as file:
-        file.write(json.dumps({"kind": "train", "iteration": 11, "lm loss": 1.0}) + "\n")
+    add(tmp_path / "a", iteration=11, lm_loss=1.0)
     [run] = read_runs(tmp_path)
     assert (run.iterations, len(run.train), run.valid_loss("replica")) == (11, 11, None)
 
 
 def test_skipped_iterations_do_not_count(tmp_path):
     write_run(tmp_path / "a", 0.0, [])
-    with open(tmp_path / "a" / "metrics.jsonl", "a") as file:
-        for iteration, loss, skipped in ((10, 0.0, 10), (20, 0.0, 10), (30, 2.0, 9), (40, 0.0, 10)):
-            record = {"kind": "train", "iteration": iteration, "lm loss": loss, "skipped": skipped}
-            file.write(json.dumps(record) + "\n")
+    for iteration, loss, skipped in ((10, 0.0, 10), (20, 0.0, 10), (30, 2.0, 9), (40, 0.0, 10)):
+        add(tmp_path / "a", iteration=iteration, lm_loss=loss, skipped=skipped)
     [run] = read_runs(tmp_path)
     assert run.train == {30: 2.0} and run.iterations == 40
 
 
 def test_a_run_that_diverged_has_no_validation_loss(tmp_path):
     write_run(tmp_path / "a", 0.3, [2.0] * 20, {"replica": 2.0})
-    with open(tmp_path / "a" / "metrics.jsonl", "a") as file:
-        file.write('{"kind": "train", "iteration": 21, "lm loss": null}\n')
+    add(tmp_path / "a", iteration=21, lm_loss=None)
     write_run(tmp_path / "b", 0.1, [math.nan] * 5)
     found = cells(loss_table(read_runs(tmp_path)))
     for rate in ("30 %", "10 %"):  # after an evaluation, and before any
@@ -266,8 +268,7 @@ def test_all_numbers_of_training_records_are_kept(tmp_path):
     norms = run.recorded("grad norm")
     assert math.isnan(norms.pop(3)) and norms == {i: i for i in range(1, 31) if i != 3}
     # Resumed from iteration 14.
-    with open(tmp_path / "a" / "metrics.jsonl", "a") as file:
-        file.write(json.dumps({"kind": "train", "iteration": 15, "lm loss": 1.0, "grad norm": 7}) + "\n")
+    add(tmp_path / "a", iteration=15, lm_loss=1.0, grad_norm=7)
     [run] = read_runs(tmp_path)
     assert list(run.recorded("drift owner")) == [10] and max(run.recorded("grad norm")) == 15
     assert run.recorded("grad norm")[15] == 7
@@ -284,8 +285,7 @@ def test_a_scalar_is_that_of_the_end_of_a_run(tmp_path):
     assert run.scalar("grad norm (run)") == pytest.approx(np.median([i for i in range(1, 201) if i != 195]))
     assert run.scalar("age max (run)") == 3 and run.scalar("none (run)") is None
     assert run.scalar("lm loss") == run.train_loss and run.scalar("none") is None and math.isnan(run.scalar("all null"))
-    with open(tmp_path / "a" / "metrics.jsonl", "a") as file:
-        file.write('{"kind": "train", "iteration": 201, "lm loss": null, "grad norm": 1}\n')
+    add(tmp_path / "a", iteration=201, lm_loss=None, grad_norm=1)
     assert math.isnan(read_runs(tmp_path)[0].scalar("grad norm"))
 
 

@@ -178,80 +178,58 @@ PACKETS = {"p_grad": 0.3, "p_param": 0.3, "loss_unit": "packet", "packet_bytes":
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 9000}
 
 
-@pytest.fixture(scope="module")
-def base(data):
-    return TINY | data | {"train_iters": ITERATIONS, "save_interval": 2, "log_interval": 1, "save_replicas": True}
+def new_folder(folder: Path, pattern: str) -> Callable[[], bool]:
+    """Return a function that says whether there is a folder more: killed runs leave some of the same names."""
+
+    def found() -> set[tuple[str, int]]:
+        with contextlib.suppress(FileNotFoundError):  # renamed or removed meanwhile
+            return {(path.name, path.stat().st_ino) for path in folder.glob(pattern)}
+        return set()
+
+    before = found()
+    return lambda: bool(found() - before)
 
 
-def seconds_of(run: Path) -> float:
-    """Return the time that all iterations of an uninterrupted run took."""
-    return sum(record["seconds"] for record in read_records(run, "train"))
+def kill_one(ranks: list[Program], chance: random.Random, reached: Callable[[], bool], together: bool) -> bool:
+    """Kill one of ``ranks`` once ``reached()``, and see the others end; return whether that was before the end of the run.
+
+    Those that train notice it by themselves. One that waits for the others to start cannot: a launcher ends it (``together``).
+    """
+    end = time.monotonic() + 60
+    while not reached() and not any(rank.poll() is not None for rank in ranks) and time.monotonic() < end:
+        time.sleep(0.0005)
+    first, *others = chance.sample(ranks, len(ranks))
+    happened = first.poll() is None and first.send_signal(signal.SIGKILL)
+    for rank in others if together else ():
+        if rank.poll() is None:
+            rank.send_signal(signal.SIGKILL)
+    for rank in ranks:
+        rank.communicate(timeout=240)
+    return happened
 
 
-class Killer:
-    """Kills one rank of a run in ``folder``. ``random`` chooses the rank, and the moment within what is asked for."""
-
-    def __init__(self, folder: Path, chance: random.Random, duration: float) -> None:
-        self.folder = folder
-        self.chance = chance
-        self.duration = duration
-
-    def kill(self, ranks: list[Program], when: str) -> bool:
-        """Kill one of ``ranks`` and see the others end; whether it happened before the run was over.
-
-        Those that train notice it by themselves. One that waits for the others to start cannot: a launcher ends it.
-        """
-        getattr(self, when)(lambda: any(rank.poll() is not None for rank in ranks))
-        first, *others = self.chance.sample(ranks, len(ranks))
-        happened = first.poll() is None and first.send_signal(signal.SIGKILL)
-        for rank in others if when == "at_any_moment" else []:
-            if rank.poll() is None:
-                rank.send_signal(signal.SIGKILL)
-        for rank in ranks:
-            rank.communicate(timeout=240)
-        return happened
-
-    def at_any_moment(self, over) -> None:
-        """From the start of the processes to the end of the run, as far as it is ahead."""
-        self._wait(lambda: False, over, self.chance.uniform(0, 1) * (1.0 + self.duration))
-
-    def while_saving(self, over) -> None:
-        """While a checkpoint is written next to its place."""
-        self._wait(self._something_new("iter_*.tmp"), over)
-        time.sleep(self.chance.uniform(0, 0.1))
-
-    def after_the_rename(self, over) -> None:
-        """When a checkpoint is in its place, before or just after the tracker names it."""
-        self._wait(self._something_new("iter_*[0-9]"), over)
-
-    def _something_new(self, pattern: str) -> Callable[[], bool]:
-        """Return whether there is a new folder: killed runs leave some of the same names."""
-
-        def found() -> set[tuple[str, int]]:
-            with contextlib.suppress(FileNotFoundError):  # renamed or removed meanwhile
-                return {(path.name, path.stat().st_ino) for path in self.folder.glob(pattern)}
-            return set()
-
-        before = found()
-        return lambda: bool(found() - before)
-
-    def _wait(self, reached, over, seconds: float = 60.0) -> None:
-        end = time.monotonic() + seconds
-        while not reached() and not over() and time.monotonic() < end:
-            time.sleep(0.0005)
-
-
-def whole_and_killed(base: dict, folder: Path, ranks: int, moments: list[str], seed: int) -> None:
-    """A run that nobody kills, and one that is killed at each of ``moments``, and then left alone."""
-    once, often = folder / "once", folder / "often"
-    done = run_program("megatron_lossy.train", *as_flags(base | {"save": str(once)}), ranks=ranks)
+@pytest.mark.on_cuda
+@killed
+def test_killed_ranks_continue_bit_for_bit(data, tmp_path):
+    """Killed while a checkpoint is written aside, at any moment, and when one is in its place, mostly before the tracker names it."""
+    base = TINY | data | OVERLAP | PACKETS | {"grad_recovery": "previous"}
+    base |= {"train_iters": ITERATIONS, "save_interval": 2, "log_interval": 1, "save_replicas": True}
+    once, often = tmp_path / "once", tmp_path / "often"
+    done = run_program("megatron_lossy.train", *as_flags(base | {"save": str(once)}), ranks=2)
     assert done.returncode == 0, done.stderr
     flags = as_flags(base | {"save": str(often), "load": str(often)})
-    killer = Killer(often, random.Random(seed), seconds_of(once))
-    killed = [killer.kill(start_ranks("megatron_lossy.train", *flags, ranks=ranks), when) for when in moments]
-    done = run_program("megatron_lossy.train", *flags, ranks=ranks)
+    chance, seconds = random.Random(1), sum(record["seconds"] for record in read_records(once, "train"))
+    happened = []
+    for pattern in ("iter_*.tmp", None, "iter_*[0-9]"):
+        ranks, at = (
+            start_ranks("megatron_lossy.train", *flags, ranks=2),
+            time.monotonic() + chance.uniform(0, 1 + seconds),
+        )
+        reached = new_folder(often, pattern) if pattern else lambda at=at: time.monotonic() > at
+        happened.append(kill_one(ranks, chance, reached, together=pattern is None))
+    done = run_program("megatron_lossy.train", *flags, ranks=2)
     assert done.returncode == 0, done.stderr
-    assert any(killed)
+    assert any(happened)
     assert recorded_losses(once) == recorded_losses(often)
     assert checkpoint_bytes(once, ITERATIONS) == checkpoint_bytes(often, ITERATIONS)
     last = [record["lm loss"] for record in read_records(once, "valid")[-2:]]
@@ -260,14 +238,7 @@ def whole_and_killed(base: dict, folder: Path, ranks: int, moments: list[str], s
         [file.read_bytes() for file in sorted((run / f"iter_{ITERATIONS:07d}" / "lossy_replicas").iterdir())]
         for run in (once, often)
     ]
-    assert replicas[0] == replicas[1] and len(replicas[0]) == ranks
-
-
-@pytest.mark.on_cuda
-@killed
-def test_killed_ranks_continue_bit_for_bit(base, tmp_path):
-    settings = base | OVERLAP | PACKETS | {"grad_recovery": "previous"}
-    whole_and_killed(settings, tmp_path, 2, ["while_saving", "at_any_moment", "after_the_rename"], seed=1)
+    assert replicas[0] == replicas[1] and len(replicas[0]) == 2
 
 
 @pytest.mark.parametrize(

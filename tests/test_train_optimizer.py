@@ -1,13 +1,13 @@
-"""``--optimizer sgd`` against plain NumPy."""
+"""``--optimizer sgd`` against plain NumPy, ``nadam`` against torch's."""
 
 import numpy as np
 import pytest
 
 from megatron_lossy.lab.train.config import TrainConfig
 from tests.ranks import run_ranks
-from tests.trainer import TINY, read_records, train_runs
+from tests.trainer import TINY
 
-pytestmark = pytest.mark.shows("`--optimizer sgd` and `nadam` by value, resumed")
+pytestmark = pytest.mark.shows("`--optimizer sgd` and `nadam` by value")
 
 
 def _descend(rank: int, settings: dict, steps: int):
@@ -89,16 +89,3 @@ def test_nadam_is_torchs_with_decoupled_decay(step_in_group):
             optimizer = NAdamW([{"params": [ours], **options}], 0.02, step_in_group)
             optimizer.load_state_dict(saved)
     assert set(optimizer.state[ours]) - {"step"} == {"exp_avg", "exp_avg_sq"}
-
-
-@pytest.mark.parametrize("bf16", [pytest.param(False, marks=pytest.mark.slow), True])
-@pytest.mark.slow
-def test_nadam_goes_on_from_a_checkpoint(bf16, data, tmp_path):
-    """Bit for bit; and it is not Adam."""
-    base = TINY | data | {"optimizer": "nadam", "bf16": bf16, "overlap_grad_reduce": True, "overlap_param_gather": True}
-    losses = {}
-    for name, changes in (("whole", [{}]), ("resumed", [{"exit_interval": 3}, {}]), ("adam", [{"optimizer": "adam"}])):
-        folder = {"save": str(tmp_path / name), "load": str(tmp_path / name)}
-        run_ranks(train_runs, 2, *[(base | folder | change, {}) for change in changes])
-        losses[name] = [record["lm loss"] for record in read_records(tmp_path / name, "train")]
-    assert losses["resumed"] == losses["whole"] != losses["adam"]

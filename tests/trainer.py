@@ -6,8 +6,6 @@ import contextlib
 import io
 import json
 import os
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -119,16 +117,3 @@ def as_flags(config: dict) -> list[str]:
         values = value if isinstance(value, tuple) else () if value is True else (value,)
         flags += ["--" + name.replace("_", "-"), *map(str, values)]
     return flags
-
-
-def run_module(module: str, *arguments: str, ranks: int = 0) -> subprocess.CompletedProcess:
-    """Return ``python -m module arguments``, with ``ranks`` under torchrun."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
-    return subprocess.run(
-        [sys.executable, *launcher, "-m", module, *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )

@@ -15,6 +15,8 @@ from .tracker import Count
 #: Elements of a shard: packets of 16 elements leave a shorter last one.
 _SHARD = 777
 STEPS = 4
+#: Kinds of work in which the host waits, or a copy does.
+STALLS = ("synchronisation", "blocking copy", "pageable copy")
 #: A shard of whole packets of 64 and of 16 bytes: no short packet that may be lost or not.
 _EVEN = 768
 _BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
@@ -136,12 +138,9 @@ def compare(rank: int, size: int, some: list[Case], mutation: str | None = None)
         if not all(torch.equal(one, other) for one, other in zip(on_cpu, on_cuda, strict=True)):
             differ.append(case)
     torch.zeros(1, device="cuda")  # it also reports the blocks freed last
-    places = {f"{one.kind} at {one.place.name}" for one in tracker.counts if one.kind in _STALLS and _ours(one)}
+    places = {f"{one.kind} at {one.place.name}" for one in tracker.counts if one.kind in STALLS and _ours(one)}
     dist.destroy_process_group()
     return Comparison(differ, tracker.findings().faults, sorted(places))
-
-
-_STALLS = ("synchronisation", "blocking copy", "pageable copy")
 
 
 def _ours(count: Count) -> bool:

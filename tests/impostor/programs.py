@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from .exchanges import STALLS
 from .tracker import Tracker
 
 
@@ -71,8 +72,7 @@ def stalls_of(rank: int, name: str) -> list[str]:
         "arithmetic": lambda x: (x + 1) * 2,
     }
     _, tracker = _on_device(lambda: programs[name](torch.ones(4, device="cuda")))
-    kinds = ("synchronisation", "blocking copy", "pageable copy")
-    return [count.kind for count in tracker.counts if count.kind in kinds]
+    return [count.kind for count in tracker.counts if count.kind in STALLS]
 
 
 def faults_of(rank: int, name: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Mechanisms on a device wait only where they decide, block on no copy, and give the values of a CPU."""
+"""The trainer on a device waits for two numbers, and blocks on no copy; means of islands there are those of a CPU."""
 
 from collections import Counter
 
@@ -6,74 +6,28 @@ import pytest
 import torch
 
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.lab.calibration.rows import STEPS, Row, rows
+from megatron_lossy.lab.calibration.rows import STEPS, Row
 from tests.ranks import run_ranks
 from tests.test_islands_exchange import cross
 
+from .exchanges import STALLS
+
 pytestmark = [
-    pytest.mark.shows("mechanisms on a pretended device: no copy blocks, who waits", device=False),
+    pytest.mark.shows("a trainer's waits on a pretended device; means of islands", device=False),
     pytest.mark.slow,
 ]
 
 
-@pytest.fixture(scope="module")
-def found(runs):
-    """A function that runs a row and returns its findings on the first rank."""
-
-    def run(row):
-        findings = [one for _, one in runs(row)]
-        assert [one.faults for one in findings] == [[]] * row.ranks
-        return findings[0]
-
-    return run
-
-
-def waits(findings):
-    """Return the waits of ours per steady iteration: by kind of place, here or in a thread aside."""
+def test_the_trainer_waits_for_the_loss_and_for_signals_and_blocks_on_no_copy(runs):
+    """The budget has the waits that each row adds to these."""
+    _, findings = runs(Row("unhooked"))[0]
     counted = Counter()
     for count, times in findings.counts.items():
-        if count.phase == "steady" and count.place.home == "megatron_lossy" and count.kind == "synchronisation":
-            counted["aside" if count.place.aside else count.place.file] += times / STEPS
-    return counted
-
-
-def copies_that_block(findings):
-    return [
-        f"{count.kind} at {count.place}"
-        for count in findings.counts
-        if count.phase == "steady"
-        and count.place.home == "megatron_lossy"
-        and count.kind in ("blocking copy", "pageable copy")
-    ]
-
-
-def test_the_trainer_waits_for_the_loss_and_for_signals(found):
-    base = found(Row("unhooked"))
-    assert copies_that_block(base) == []
-    assert waits(base) == {"lab/train/workers.py": 1, "lab/train/records.py": 1}
-
-
-@pytest.mark.parametrize(
-    ("row", "here", "aside"),
-    [
-        # Megatron's step has waited for the gradients when a choice is asked for: that costs nothing more.
-        ("error-feedback-packet-pieces-overlap", 0, 0),
-        ("element-quantile-overlap", 0, 0),
-        # Of islands only threads wait, about once for each exchange.
-        ("islands-smith", 0, 1.5),
-        ("islands-late-bf16", 0, 1.5),
-        # Replicas decide on the host: a comparison, a repair; and every other step a synchronisation with its three.
-        ("replicas-flips", 3.5, 0),
-        ("stages", 0, 0),
-    ],
-)
-def test_who_waits(found, row, here, aside):
-    """``here``, ``aside``: waits per step beyond those of the trainer, on its threads and on others."""
-    findings = found(rows()[row])
-    assert copies_that_block(findings) == []
-    counted = waits(findings)
-    assert counted.pop("aside", 0) <= aside
-    assert sum(counted.values()) - 2 <= here, counted
+        if count.phase == "steady" and count.place.home == "megatron_lossy" and count.kind in STALLS:
+            counted[count.kind, count.place.file] += times / STEPS
+    kind = "synchronisation"
+    assert findings.faults == []
+    assert counted == {(kind, "lab/train/workers.py"): 1, (kind, "lab/train/records.py"): 1}
 
 
 def means(rank):

@@ -70,7 +70,6 @@ class StageWorkers(Workers, Part):
         self._measure_per_stage()
 
     def _measure_per_stage(self) -> None:
-        """Restrict the norm of the gradient to this stage."""
         if self._config.use_distributed_optimizer:
             group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
         else:  # all ranks have all of the gradient

@@ -37,13 +37,8 @@ def versions(checkout: str | None) -> list[Finding]:
         return [*findings, _finding("torch", "problem", f"cannot be imported: {error}")]
     findings += [_finding("torch", "ok", str(torch.__version__)), _fsdp2()]
     findings += [*_megatron(checkout), _optional("transformer-engine", "transformer_engine"), apex()]
-    for name, module in (
-        ("habana-torch-plugin", "habana_frameworks.torch"),
-        ("intel-transformer-engine", "intel_transformer_engine"),
-    ):
-        findings.append(_optional(name, module))
-    findings += _backends(torch)
-    return findings
+    findings.append(_optional("habana-torch-plugin", "habana_frameworks.torch"))
+    return [*findings, _optional("intel-transformer-engine", "intel_transformer_engine"), *_backends(torch)]
 
 
 def _fsdp2() -> Finding:

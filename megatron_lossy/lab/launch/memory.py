@@ -177,13 +177,11 @@ def _weights(config: TrainConfig, vocab_size: int, first: bool, last: bool, stag
 
 
 def _matrices(config: TrainConfig) -> int:
-    """Return parameters in the matrices of a layer."""
     hidden, keys = config.hidden_size, _keys(config)
     return 2 * hidden * (hidden + keys) + 3 * hidden * config.ffn
 
 
 def _keys(config: TrainConfig) -> int:
-    """Return width of a token's keys, and of its values."""
     return config.hidden_size * config.query_groups // config.num_attention_heads
 
 

@@ -185,7 +185,6 @@ def _with_error_of_program(launch: LaunchConfig) -> Iterator[None]:
 def _launch_config(
     parser: argparse.ArgumentParser, recipe: Recipe, file: str, arguments: Sequence[str]
 ) -> tuple[LaunchConfig, list[str]]:
-    """Return the launcher's flags, and all others."""
     words = _launch_words(recipe, file)
     try:
         namespace, unknown = parser.parse_known_args(words)
@@ -198,7 +197,6 @@ def _launch_config(
 
 
 def _launch_words(recipe: Recipe, file: str) -> list[str]:
-    """Return the launcher's flags in the file."""
     try:
         return recipe.with_origins(flag_arguments(recipe.launch, "launch"))
     except UsageError as error:
@@ -276,7 +274,6 @@ def _program(
 
 
 def _rate_name(rate: float | None) -> str | None:
-    """Return the folder's name for a rate."""
     if rate is None:
         return None
     return f"p_{rate:.2f}" if round(rate, 2) == rate else f"p_{rate!r}"

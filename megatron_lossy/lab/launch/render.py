@@ -189,7 +189,6 @@ _Dumper.add_representer(
 
 
 def _text(head: Sequence[str], documents: Sequence[dict[str, Any]]) -> str:
-    """Return ``documents`` as YAML below ``head``, which becomes a comment."""
     apart = json.loads(json.dumps(documents))  # or YAML would write a second use as a reference
     shape = {"sort_keys": False, "default_flow_style": None, "width": 110}
     return "".join(f"# {line}\n" for line in head) + yaml.dump_all(apart, Dumper=_Dumper, **shape)

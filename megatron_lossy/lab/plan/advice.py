@@ -186,6 +186,5 @@ def _planned(recipe: Recipe) -> Plan:
 
 
 def _text(recipe: Recipe) -> str:
-    """Return ``recipe`` as a file for the launcher."""
     content = {**recipe.settings, "launch": recipe.launch, "megatron": recipe.megatron}
     return yaml.safe_dump(content, sort_keys=False, default_flow_style=None)

@@ -19,15 +19,10 @@ from .runs import Run
 SEEDS = {"seed", "loss_seed"}
 _RATES = {"p_grad", "p_param"}
 _LOSS_FLAGS = {f.name for f in dataclasses.fields(LossyConfig)}
-#: A run may go on with other values of these, but they decide which units a network loses, and which come too late.
-NETWORK = {
-    "udp_rate",
-    "udp_memory",
-    "udp_fec",
-}
 # Settings of saving, logging and evaluation change no weight.
 _NO_MATTER = incidental_fields(TrainConfig) | incidental_fields(LossyConfig) | {"save_replicas", "eval_weights"}
-_NO_MATTER -= NETWORK
+# A run may go on with other values of these, but they decide which units a network loses, and which come too late.
+_NO_MATTER -= {"udp_rate", "udp_memory", "udp_fec"}
 
 
 @dataclass(frozen=True)

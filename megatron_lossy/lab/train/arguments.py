@@ -54,7 +54,6 @@ class _HelpAll(argparse.Action):
     """Prints the help of every flag, and ends the program."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: str | None = None) -> None:
-        """Called by argparse."""
         print(flag_help(TrainConfig, "training", flag_groups(TrainConfig)), help_loss("all"), sep="\n\n")
         parser.exit()
 

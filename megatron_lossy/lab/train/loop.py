@@ -139,8 +139,6 @@ def build_workers(config: TrainConfig, vocab_size: int, run: Run) -> tuple[list,
 
 
 class _Run:
-    """The state of one run on this rank."""
-
     def __init__(self, config: TrainConfig, lossy: Run, paths: TrainConfig, console: Console) -> None:
         self.config = config
         self.lossy = lossy

@@ -119,7 +119,6 @@ class VirtualIslands(Run, JobGroup):
         return range(len(self.clusters))
 
     def _make_rounds(self, *arguments: Any) -> Rounds[InMemory]:
-        """Return the exchanges of a shard."""
         return Rounds(*arguments)
 
     # --- an iteration ----------------------------------------------------------------------------------------------
@@ -172,7 +171,6 @@ class VirtualIslands(Run, JobGroup):
                     self._report(delivery)
 
     def _report(self, delivery: Delivery) -> None:
-        """Call the observers of each receiver."""
         for row, island in enumerate(delivery.receivers):
             own = replace(delivery, receivers=[island], arrived=delivery.arrived[row : row + 1])
             for observer in self.clusters[island].observers:
@@ -333,7 +331,6 @@ class VirtualIslands(Run, JobGroup):
         super().load_replicas(folder)
 
     def _more_state(self) -> dict[str, Any]:
-        """Return the state of the present islands."""
         return {}
 
     def _load_more(self, state: Mapping[str, Any]) -> None:
