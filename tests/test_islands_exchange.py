@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_lossy.base.errors import UsageError
-from megatron_lossy.base.exchange import Stream, cut
+from megatron_lossy.base.exchange import Stream
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.mechanisms.islands import between_ranks as means_of_ranks
 from megatron_lossy.mechanisms.islands import mean as means_in_memory
 from megatron_lossy.mechanisms.islands import vector as vectors
 from megatron_lossy.mechanisms.islands.between_ranks import RankExchanges
 from megatron_lossy.mechanisms.islands.flags import SYNC_PHASES
-from megatron_lossy.mechanisms.islands.form import SIGNAL, form_of
+from megatron_lossy.mechanisms.islands.form import form_of
 from megatron_lossy.mechanisms.islands.mean import InMemory
 from megatron_lossy.mechanisms.islands.vector import Places, Segment, Vector, shard_vector
 from megatron_lossy.transport.base import draw
@@ -87,16 +87,6 @@ def cross(config: LossyConfig, sent: torch.Tensor, step: int, units: int = 0, fo
         return list(pool.map(one, range(len(sent)))), told
 
 
-def test_a_shard_may_be_shorter_than_a_datagram():
-    """The signal to stop, behind its last element, is in the same one."""
-    config = LossyConfig(islands=2, sync_method="parameters", loss_unit="packet", packet_bytes=64)
-    crossing = RankExchanges(config, STREAM, 0, [AtTable(Table(2), 0, 0, False)], None, print)
-    [units], _ = cut([5], [4], "packet", 64)
-    values = crossing._heard(torch.zeros(2, 6), units, None, np.array([[True], [False]]))
-    assert values.shape == (2, 5)
-    crossing.close()
-
-
 def test_pieces_that_leave_a_device(monkeypatch):
     """They are the pieces of host memory, to the bit, and are reported with the request for them or their mean."""
     random = torch.Generator().manual_seed(0)
@@ -112,7 +102,7 @@ def test_pieces_that_leave_a_device(monkeypatch):
                     monkeypatch.setattr(means_of_ranks, "is_here", lambda vector, is_here=is_here: is_here)
                     pieces = means_of_ranks.Pieces(own.clone(), islands, form)
                     assert pieces.here == is_here
-                    rows = form.decode(pieces.rows[:, :-SIGNAL], pieces.units).nan_to_num(99.0)
+                    rows = form.decode(pieces.rows, pieces.units).nan_to_num(99.0)
                     found.append((pieces.present, pieces.shard, rows.tolist(), pieces.rows.dtype, pieces.rows.shape))
                 assert found[0] == found[1] and found[0][0] == (value == 1.0)
 

@@ -138,7 +138,7 @@ class Lane(Carrier):
         if among.place is not None:
             received[among.place, :count], arrived[among.place] = rows[among.slot], True
         if not self._packets:  # a shard has come if all of its packets have
-            arrived = np.broadcast_to(arrived.all(axis=1, keepdims=True), (len(senders), items + 1))
+            arrived = arrived.all(axis=1, keepdims=True)
         return received[:, :count], arrived
 
 

@@ -26,11 +26,11 @@ from ...recovery.rows import to_device, used_here
 from ...transport.base import draw
 from .carrying import Carrier, Collectives, IslandLink
 from .flags import SYNC_PHASES
-from .form import SIGNAL, Codes, Form, Rest, form_of
+from .form import Codes, Form, Rest, form_of
 from .mean import elements_of, finite_rows, mean_of, networks_between, owed_to
 from .rounds import Mean
 from .vector import Places
-from .world import Meeting, Stopping
+from .world import Meeting
 
 _HOST = torch.device("cpu")
 #: Integers as long as elements.
@@ -38,7 +38,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 class Pieces:
-    """``own`` float32[k] in ``islands`` pieces of ``form``, with room for :data:`SIGNAL` more items behind each.
+    """``own`` float32[k] in ``islands`` pieces of ``form``.
 
     ``own`` becomes what is sent: as it arrives. If some values are not finite, all pieces are blank: so the others see that nothing
     comes from here. ``count``: k. ``shard``, ``units``: the elements of a piece. ``here``: whether they were in host memory from the beginning.
@@ -52,11 +52,10 @@ class Pieces:
         self.here = is_here(own)
         missing = islands * self.shard - len(own)
         whole = torch.nn.functional.pad(own, (0, missing)) if missing else own
-        items = form.items(self.units)
-        rows = own.new_zeros(islands, items + SIGNAL, dtype=form.dtype)
-        form.encode(whole.view(islands, self.shard), self.units, rows[:, :items])
+        rows = own.new_empty(islands, form.items(self.units), dtype=form.dtype)
+        form.encode(whole.view(islands, self.shard), self.units, rows)
         if not form.exact:
-            own.copy_(form.decode(rows[:, :items], self.units).view(-1)[: len(own)])
+            own.copy_(form.decode(rows, self.units).view(-1)[: len(own)])
         present = finite([own])
         self._present: bool | Fetched = bool(present) if self.here else Fetched(present)  # before the long copy
         self._rows: torch.Tensor | Fetched = rows
@@ -74,7 +73,7 @@ class Pieces:
 
     @property
     def rows(self) -> torch.Tensor:
-        """[M, items + SIGNAL], in host memory."""
+        """[M, items], in host memory."""
         if isinstance(self._rows, Fetched):
             self._rows = torch.from_numpy(self._rows.wait()).view(self._dtype)
         return self._rows
@@ -175,8 +174,7 @@ class RankExchanges:
 
     ``carriers``: take turns, each on a thread of its own. ``told``: gets the deliveries at this island: when an exchange
     begins, if its arrivals are drawn then, else when its mean is asked for, or at :meth:`tell`. ``steps``: length of the run, if
-    known. ``stopping``: its number crosses behind every piece and every mean. Raises :class:`UsageError` for a channel
-    that cannot serve the islands.
+    known. Raises :class:`UsageError` for a channel that cannot serve the islands.
     """
 
     def __init__(
@@ -187,14 +185,12 @@ class RankExchanges:
         carriers: Sequence[Carrier],
         steps: int | None,
         told: Callable[[Delivery], None],
-        stopping: Stopping | None = None,
     ) -> None:
         self._config, self._stream, self._island = config, stream, island
         self._form = form_of(config)
         self.rest = Rest() if isinstance(self._form, Codes) else None
         self._networks = networks_between(config, stream, steps)
         self._told = told
-        self._stopping = stopping or Stopping()
         self.carriers = list(carriers)
         self._threads = [ThreadPoolExecutor(1, thread_name_prefix="megatron-lossy-islands") for _ in carriers]
         self._begun = 0
@@ -260,17 +256,15 @@ class RankExchanges:
     def _cross(self, task: Task) -> Outcome:
         """Make both halves of the exchange, on a thread. The mean goes to the device."""
         parties, units, device = task.parties, task.pieces.units, task.pieces.device
-        sent, drawn = task.pieces.rows, task.arriving()
-        self._say(sent)
-        received, arrived = parties.carrier.scatter(sent)
-        rows = self._heard(received, units, drawn[0], arrived)
+        drawn = task.arriving()
+        received, arrived = parties.carrier.scatter(task.pieces.rows)
+        rows = self._form.decode(received, units)
         reduced = _complete(rows, units, drawn[0], arrived)
         here = None if reduced.all() else elements_of(reduced[None], units, rows.device)
         exact = mean_of(rows[:, None], here)[0]
         sent, mean = self._message(task, exact, reduced.any(axis=0))
-        self._say(sent)
         gathered, arrived = parties.carrier.gather(sent)
-        values = self._heard(gathered, units, drawn[1], arrived)
+        values = self._form.decode(gathered, units)
         complete = _complete(values, units, drawn[1], arrived)
         lossless = complete.all() and drawn[0] is None and drawn[1] is None
         with aside(device):
@@ -284,14 +278,13 @@ class RankExchanges:
         return Outcome(mine, CopyMark(device), [reduced, complete])
 
     def _message(self, task: Task, exact: torch.Tensor, averaged: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the message of the own means [items + SIGNAL], and as they arrive [shard]. ``averaged`` bool[units]."""
+        """Return the message of the own means [items], and as they arrive [shard]. ``averaged`` bool[units]."""
         units, place = task.pieces.units, task.parties.place
-        items = self._form.items(units)
-        sent = torch.zeros(items + SIGNAL, dtype=self._form.dtype)
+        sent = torch.empty(self._form.items(units), dtype=self._form.dtype)
 
         def crosses(values: torch.Tensor) -> torch.Tensor:
-            self._form.encode(values[None], units, sent[None, :items])
-            return self._form.decode(sent[None, :items], units)[0]
+            self._form.encode(values[None], units, sent[None])
+            return self._form.decode(sent[None], units)[0]
 
         there = None if averaged.all() else elements_of(averaged[None, None], units, exact.device)[0, 0]
         if task.rest is not None and place is not None:
@@ -301,26 +294,6 @@ class RankExchanges:
         else:  # elements without a sender have no mean; NaN marks them for the others
             mean = crosses(exact if there is None else exact.masked_fill(~there, torch.nan))
         return sent, mean
-
-    def _say(self, rows: torch.Tensor) -> None:
-        """Put the signal to stop behind each of ``rows``, as bits."""
-        rows.view(_BITS[rows.element_size()])[..., -1] = self._stopping.number
-
-    def _heard(
-        self, rows: torch.Tensor, units: BucketUnits, drawn: np.ndarray | None, arrived: np.ndarray | None
-    ) -> torch.Tensor:
-        """Return float32[M, shard]: the values of ``rows``, without the signals to stop behind them.
-
-        A signal counts only if it arrived: with the last elements, or in a unit behind them.
-        """
-        items = self._form.items(units)
-        said = rows.view(_BITS[rows.element_size()])[:, -1].numpy()
-        if drawn is not None:
-            said = said * drawn[:, -1]
-        if arrived is not None:
-            said = said * arrived[:, items // self._form.packet]  # a shard may be shorter than a packet
-        self._stopping.hear(int(said.max()))
-        return self._form.decode(rows[:, :items], units)
 
     def close(self) -> None:
         """End the exchanges and close the carriers."""

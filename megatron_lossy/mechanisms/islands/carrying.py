@@ -18,7 +18,7 @@ from ...transport.ends import end_for
 from ...transport.leaving import Departures, patiently
 from .copying import PART
 from .flags import SYNC_PHASES
-from .form import SIGNAL, Codes, form_of
+from .form import Codes, form_of
 from .world import Meeting
 
 
@@ -84,7 +84,7 @@ class IslandLink(Carrier):
         self.name, self.rank = f"islands {name}", rank
         self._size, self._patience = size, patience
         form = form_of(config)
-        self._shard = shard = form.items(form.cut(-(-most // size))) + SIGNAL
+        self._shard = shard = form.items(form.cut(-(-max(most, 1) // size)))
         bucket = (shard * form.dtype.itemsize, form.packet * form.dtype.itemsize)
         buckets = {phase: [bucket] for phase in SYNC_PHASES}
         codes = {phase: str(form.code) for phase in SYNC_PHASES} if isinstance(form, Codes) else {}
@@ -166,8 +166,10 @@ class Buckets:
     def __init__(self, config: LossyConfig, most: Sequence[int]) -> None:
         form = form_of(config)
         self.packet, self._lanes, self._islands = form.packet, config.lanes, config.islands
-        cuts = [form.cut(-(-elements // senders)) for elements in most for senders in range(1, config.islands + 1)]
-        self._items = [form.items(cut) + SIGNAL for cut in cuts]
+        cuts = [
+            form.cut(-(-max(elements, 1) // senders)) for elements in most for senders in range(1, config.islands + 1)
+        ]
+        self._items = [form.items(cut) for cut in cuts]
         unit = form.packet * form.dtype.itemsize
         exchanges = [(items * form.dtype.itemsize, unit) for items in self._items for _ in range(self._lanes)]
         parts = [(size, unit) for _ in _ROLES for size in _SIZES]

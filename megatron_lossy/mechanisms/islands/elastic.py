@@ -45,7 +45,7 @@ from .ranks import RankIslands
 from .rounds import MANY, MemberRounds, Rounds
 from .unequal import PartRounds, PartVector, held_state, parameters_of, put_state
 from .vector import Subset, Vector
-from .world import ElasticWorld, Stopping
+from .world import ElasticWorld
 
 logger = logging.getLogger(__name__)
 
@@ -363,10 +363,6 @@ class ElasticIslands(RankIslands):
             lost=self._diary.lost,
             event=self._diary.latest,
         )
-
-    @property
-    def _stopping(self) -> Stopping:  # type: ignore[override]
-        return Stopping()
 
     def leave(self) -> None:
         """The others need not wait until a death is noticed.

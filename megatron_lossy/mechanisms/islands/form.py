@@ -17,9 +17,6 @@ from ...base.exchange import BucketUnits, cut
 from ...config import LossyConfig
 from .vector import Places, read_at
 
-#: Items behind each message of a row. They say whether to stop.
-SIGNAL = 1
-
 
 class Form(ABC):
     """``dtype``: of the items of a message. ``packet``: items of a packet. ``blank``: in all items, it says that nothing is there."""

@@ -41,8 +41,6 @@ from .rounds import Mean, Rounds
 from .vector import Places, Subset, Vector, shard_vector
 from .world import IslandWorld, Meeting, Stopping
 
-#: Iterations between two questions whether to stop, of islands that exchange nothing.
-_ASKS = 10
 #: Elements of an exchange at most, about, from which the deviation is known.
 _SAMPLE = 2**16
 
@@ -111,10 +109,8 @@ class RankIslands(Part, JobGroup):
         Its result is the largest signal of any rank of any island if all of them stop after this iteration, else 0.
         Other islands are waited for only to agree on that iteration.
         """
-        self._stopping.hear(signal)
+        self._stopping.stop(signal)
         self._iterations += 1
-        if self.config.sync_method == "none" and self._iterations % _ASKS == 0:  # no messages carry it
-            self._stopping.ask()
         with self._waiting():
             known = to_device(np.array(self._stopping.begin(), dtype=np.int32), device.current_device())
         iteration, work = self._iterations, dist.all_reduce(known, dist.ReduceOp.MAX, async_op=True)
@@ -122,7 +118,7 @@ class RankIslands(Part, JobGroup):
         def finish() -> int:
             work.wait()
             number, last = Fetched(known).wait().tolist()
-            self._stopping.hear(number)
+            self._stopping.stop(number)
             return number if 0 < last <= iteration else 0
 
         return finish
@@ -149,7 +145,8 @@ class RankIslands(Part, JobGroup):
 
     @functools.cached_property
     def _stopping(self) -> Stopping:
-        return Stopping(None if self.world.rank else self.world.meet("stop"))
+        world = self.world
+        return Stopping(None if world.rank else world.store("stop"), world.island, world.islands)
 
     @functools.cached_property
     def _control(self) -> Meeting:
@@ -196,7 +193,7 @@ class RankIslands(Part, JobGroup):
         """Return the maker of the means of the shard ``number``. A collective call of the ranks with this place."""
         config, world = self.config, self.world
         carriers = carriers_of(config, subset.most, world.island, f"{number}/", world.store, world.meet, world.patience)
-        return RankExchanges(config, subset.stream, world.island, carriers, self._run.steps, self._tell, self._stopping)
+        return RankExchanges(config, subset.stream, world.island, carriers, self._run.steps, self._tell)
 
     def _make_rounds(self, *arguments: Any) -> Rounds[RankExchanges]:
         """Return the exchanges of the weights of one optimizer."""

@@ -149,54 +149,33 @@ class Meeting:
             result += other
         return result.to(own.device)
 
-    def largest(self, value: int, patience: timedelta | None = None) -> int:
-        """Return the largest ``value`` of all islands. ``patience``: seconds to wait for others, by default the world's."""
-        result = torch.tensor([value])
-        options = torch.distributed.AllreduceOptions()
-        if patience is not None:
-            options.timeout = patience
-        options.reduceOp = torch.distributed.ReduceOp.MAX
-        self._group.allreduce([result], options).wait()
-        return int(result)
-
-
-#: A number besides those of signals: the island is at the end of its run.
-_OVER = 1 << 14
-#: Others may receive it only with their next exchange, or end much later. A dead island is noticed in other ways.
-_PATIENCE = timedelta(days=365)
-
 
 class Stopping:
-    """The knowledge of one rank about stopping. ``meeting``: of the first ranks of all islands, on one of these.
+    """The knowledge of one rank about stopping.
 
-    Iterations are counted from 1, beginning where this process began; all islands begin alike.
+    ``store``: of the first ranks of all islands, on that of ``island`` of ``islands``; ``None`` on other ranks. Iterations are counted from
+    1, beginning where this process began; all islands begin alike.
     """
 
-    def __init__(self, meeting: Meeting | None = None) -> None:
-        #: The signal to stop, as far as it is known here; 0: none. It crosses in messages.
-        self.number = 0
+    def __init__(self, store: Any = None, island: int = 0, islands: int = 1) -> None:
+        #: The signal to stop, as far as it is known here; 0: none.
+        self._number = 0
         self._changed = threading.Condition()
         self._begun = 0
-        self._asked = 0  # questions still to be put, by islands that exchange nothing
         self._over = False
         self._most: int | None = None  # iterations that may begin before the last one is known
         self._last: int | None = None
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
-        if meeting is not None:
-            self._thread = threading.Thread(target=self._run, args=(meeting,), name="megatron-lossy-stop", daemon=True)
+        if store is not None:
+            arguments = store, island, islands
+            self._thread = threading.Thread(target=self._run, args=arguments, name="megatron-lossy-stop", daemon=True)
             self._thread.start()
 
-    def hear(self, number: int) -> None:
+    def stop(self, number: int) -> None:
         """Note that ``number`` is a signal to stop. May be called on any thread."""
         with self._changed:
-            self.number = max(self.number, number)
-            self._changed.notify_all()
-
-    def ask(self) -> None:
-        """Ask the others whether they stop, without waiting. All islands ask equally often."""
-        with self._changed:
-            self._asked += 1
+            self._number = max(self._number, number)
             self._changed.notify_all()
 
     def begin(self) -> tuple[int, int]:
@@ -209,7 +188,7 @@ class Stopping:
             while self._most is not None and self._begun > self._most and self._last is None and self._error is None:
                 self._changed.wait()
             self._check()
-            return self.number, self._last or 0
+            return self._number, self._last or 0
 
     def leave(self) -> None:
         """Wait, after the last iteration, until all islands are there: they may still need data from this one."""
@@ -224,30 +203,39 @@ class Stopping:
         if self._error is not None:
             raise self._error
 
-    def _run(self, meeting: Meeting) -> None:
+    def _run(self, store: Any, island: int, islands: int) -> None:
         try:
-            self._agree(meeting)
+            self._agree(store, island, islands)
             with self._changed:
                 self._changed.wait_for(lambda: self._over)
-            meeting.largest(0, _PATIENCE)
+            store.set(f"over/{island}", "")
+            with contextlib.suppress(torch.distributed.DistError):  # the serving rank leaves when all are there
+                _wait_for(store, "over", islands)
         except BaseException as error:
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
 
-    def _agree(self, meeting: Meeting) -> None:
-        known = 0
-        while not known:
+    def _agree(self, store: Any, island: int, islands: int) -> None:
+        while not self._number and not self._over:
+            if store.check(["stop"]):
+                self.stop(int(store.get("stop")))
             with self._changed:
-                self._changed.wait_for(lambda: self.number or self._over or self._asked)
-                self._asked -= 1
-                known = self.number | (_OVER if self._over else 0)
-            known = meeting.largest(known, _PATIENCE)
+                self._changed.wait_for(lambda: self._number or self._over, _LOOK)
         with self._changed:
-            self.number = max(self.number, known % _OVER)
-            self._most = self._begun
-            mine = self._begun if self._over else self._begun + 1  # the next one begins once all ranks can have it
-        last = meeting.largest(mine, _PATIENCE)
+            self._most, number = self._begun, self._number
+            last = self._begun if self._over else self._begun + 1  # the next one begins once all ranks can have it
+        if number:
+            store.set("stop", str(number))
+        store.set(f"last/{island}", f"{last} {number}")
+        _wait_for(store, "last", islands)
+        found = [store.get(f"last/{other}").decode().split() for other in range(islands)]
         with self._changed:
-            self._last = last
+            self._number = max(int(number) for _, number in found)
+            self._last = max(int(last) for last, _ in found)
             self._changed.notify_all()
+
+
+def _wait_for(store: Any, what: str, islands: int) -> None:
+    while not store.check([f"{what}/{island}" for island in range(islands)]):
+        time.sleep(_LOOK)
