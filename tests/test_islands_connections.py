@@ -12,7 +12,7 @@ import torch
 
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.mechanisms.islands import connections as module
-from megatron_lossy.mechanisms.islands.between_members import EpochView, Lane
+from megatron_lossy.mechanisms.islands.carrying import EpochView, Lane
 from megatron_lossy.mechanisms.islands.connections import Connections
 from megatron_lossy.mechanisms.islands.copying import PART, HostCopy, receive_copy, send_copy
 from megatron_lossy.mechanisms.islands.membership.messages import Entry, Preparation, write
@@ -64,10 +64,12 @@ class Islands:
 
         def one(slot):
             loses = lambda pair, waited: self.lost.append((slot, pair.slot))
-            lane = Lane(EpochView(epoch_of(ENTRY), 0, slot, self.all[slot], self.pairs(slot), loses), 0, 0, number)
+            among = EpochView(epoch_of(ENTRY), 0, slot, self.all[slot], self.pairs(slot), loses)
+            lane = Lane(self.config, among, 0, number, lambda *_: None)
             pieces = torch.full((ISLANDS, SIZE // ISLANDS), float(value + slot))
             received, arrived = lane.scatter(pieces)
             gathered, came = lane.gather(received[slot])
+            lane.end()
             return received, arrived.all(axis=1), gathered, came.all(axis=1)
 
         return dict(zip(slots, self.pool.map(one, slots)))

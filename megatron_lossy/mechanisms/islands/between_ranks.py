@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,13 +24,12 @@ from ...base.fingerprint import finite
 from ...config import LossyConfig
 from ...recovery.rows import to_device, used_here
 from ...transport.base import draw
-from .carrying import Carrier, Collectives, IslandLink
+from .carrying import Carrier
 from .flags import SYNC_PHASES
 from .form import Codes, Form, Rest, form_of
 from .mean import elements_of, finite_rows, mean_of, networks_between, owed_to
 from .rounds import Mean
 from .vector import Places
-from .world import Meeting
 
 _HOST = torch.device("cpu")
 #: Integers as long as elements.
@@ -103,26 +102,6 @@ class CopyMark:
             used_here(tensor for tensor in tensors if tensor is not None)
 
 
-def carriers_of(
-    config: LossyConfig,
-    most: int,
-    island: int,
-    prefix: str,
-    store: Callable[[str], Any],
-    meet: Callable[[str], Meeting],
-    patience: float,
-) -> list[Carrier]:
-    """Return a carrier for each exchange that crosses at once, for a rank of ``island``; ``prefix``: of names.
-
-    ``most``: elements of an exchange at most. ``store``, ``meet``: the store and the meeting of a name, of the ranks
-    with this one's place in every island. ``patience``: seconds for an island that sends nothing.
-    """
-    names = [f"{prefix}{lane}" for lane in range(config.lanes)]
-    if not config.observed:
-        return [Collectives(meet(name)) for name in names]
-    return [IslandLink(config, name, island, config.islands, store(name), most, patience) for name in names]
-
-
 class Parties(NamedTuple):
     """Those whose weights are averaged in an exchange, in their order, and what carries it.
 
@@ -172,9 +151,9 @@ class Outcome(NamedTuple):
 class RankExchanges:
     """The exchanges of island ``island``, which this process belongs to.
 
-    ``carriers``: take turns, each on a thread of its own. ``told``: gets the deliveries at this island: when an exchange
-    begins, if its arrivals are drawn then, else when its mean is asked for, or at :meth:`tell`. ``steps``: length of the run, if
-    known. Raises :class:`UsageError` for a channel that cannot serve the islands.
+    ``parties``: returns those of an exchange by its number; as many numbers as there are lanes cross at once, each on a thread of its own.
+    ``told``: gets the deliveries at this island: when an exchange begins, if its arrivals are drawn then, else when its mean is asked
+    for, or at :meth:`tell`. ``steps``: length of the run, if known. Raises :class:`UsageError` for a channel that cannot serve the islands.
     """
 
     def __init__(
@@ -182,7 +161,7 @@ class RankExchanges:
         config: LossyConfig,
         stream: Stream,
         island: int,
-        carriers: Sequence[Carrier],
+        parties: Callable[[int], Parties],
         steps: int | None,
         told: Callable[[Delivery], None],
     ) -> None:
@@ -190,10 +169,9 @@ class RankExchanges:
         self._form = form_of(config)
         self.rest = Rest() if isinstance(self._form, Codes) else None
         self._networks = networks_between(config, stream, steps)
-        self._told = told
-        self.carriers = list(carriers)
-        self._threads = [ThreadPoolExecutor(1, thread_name_prefix="megatron-lossy-islands") for _ in carriers]
-        self._begun = 0
+        self._told, self._parties = told, parties
+        names = ["megatron-lossy-islands"] * config.lanes
+        self._threads = [ThreadPoolExecutor(1, thread_name_prefix=name) for name in names]
         self._rounded = threading.Event()  # the mean of the latest exchange
         self._rounded.set()
         self._untold: Waiting | None = None
@@ -201,14 +179,14 @@ class RankExchanges:
     def begin(self, step: int, sent: torch.Tensor, places: Places | None = None) -> Waiting:
         """Begin the exchange of ``sent`` float32[1, k] at ``places``, keyed by the iteration ``step``. See :class:`.Crossing`."""
         [own] = sent
-        turn, self._begun = self._begun % len(self._threads), self._begun + 1
-        parties = self._parties(turn)
+        exchange = (step + 1) // self._config.sync_interval - 1
+        parties = self._parties(exchange)
         pieces = Pieces(own, len(parties.senders), self._form)
         drawn = [self._drawn(phase, step, pieces.units, parties.senders) for phase in SYNC_PHASES]
         before, self._rounded = self._rounded, threading.Event()
         here = None if places is None else places.on(_HOST)
         task = Task(step, parties, pieces, drawn, here, self.rest, before, self._rounded)
-        future = self._threads[turn].submit(self._run, task)
+        future = self._threads[exchange % len(self._threads)].submit(self._run, task)
         if parties.carrier.observes:
             return Waiting(future, own, lambda crossed: self._tell(task, crossed.arrived))
         waiting = Waiting(future, own, lambda _: self._tell(task, task.arriving()))
@@ -226,10 +204,6 @@ class RankExchanges:
         if self._untold is not None:
             self._untold.tell()
             self._untold = None
-
-    def _parties(self, turn: int) -> Parties:
-        """Return the parties of the exchange that begins, on the thread number ``turn``."""
-        return Parties(range(self._config.islands), self._island, self.carriers[turn])
 
     def _tell(self, task: Task, arrived: Sequence[np.ndarray | None]) -> None:
         owner = task.parties.place is not None
@@ -252,6 +226,7 @@ class RankExchanges:
             return self._cross(task)
         finally:
             task.rounded.set()  # whatever happened, the next one need not wait
+            task.parties.carrier.end()
 
     def _cross(self, task: Task) -> Outcome:
         """Make both halves of the exchange, on a thread. The mean goes to the device."""
@@ -296,11 +271,9 @@ class RankExchanges:
         return sent, mean
 
     def close(self) -> None:
-        """End the exchanges and close the carriers."""
+        """End the exchanges: those that all islands have begun come to their end."""
         for thread in self._threads:
-            thread.shutdown()  # exchanges that all islands have begun come to their end
-        for carrier in self.carriers:
-            carrier.close()
+            thread.shutdown()
 
 
 def _complete(

@@ -1,4 +1,5 @@
-"""Carriers of exchanges between ranks of one number of all islands, in host memory: over gloo, as datagrams, or over streams.
+"""Carriers of exchanges between ranks of one number of all islands, in host memory: over gloo, as datagrams, or over streams; and those of
+islands that come and go, among the members of an epoch.
 
 In both halves of an exchange a unit that does not arrive in time is lost, and reported. Messages have the length of the longest exchange,
 of one launch or of so many senders; shorter ones end in zeros.
@@ -6,9 +7,10 @@ of one launch or of so many senders; shorter ones end in zeros.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,7 +21,12 @@ from ...transport.leaving import Departures, patiently
 from .copying import PART
 from .flags import SYNC_PHASES
 from .form import Codes, form_of
+from .mean import mean_of
+from .presence import Epoch
 from .world import Meeting
+
+if TYPE_CHECKING:
+    from .connections import Connections, Crossing, Pair
 
 
 class Carrier(ABC):
@@ -38,6 +45,9 @@ class Carrier(ABC):
     @abstractmethod
     def gather(self, own: torch.Tensor) -> tuple[torch.Tensor, np.ndarray | None]:
         """Return [M, n]: ``own`` [n] of every island, and the units that arrived as in :meth:`scatter`."""
+
+    def end(self) -> None:
+        """Note that an exchange is over, also if it failed."""
 
     def close(self) -> None:
         """Close the carrier after the last exchange."""
@@ -76,13 +86,12 @@ class IslandLink(Carrier):
         config: LossyConfig,
         name: str,
         rank: int,
-        size: int,
         store: Any,
         most: int,
         patience: float,
     ) -> None:
         self.name, self.rank = f"islands {name}", rank
-        self._size, self._patience = size, patience
+        self._size, self._patience = size, _ = config.islands, patience
         form = form_of(config)
         self._shard = shard = form.items(form.cut(-(-max(most, 1) // size)))
         bucket = (shard * form.dtype.itemsize, form.packet * form.dtype.itemsize)
@@ -196,3 +205,132 @@ class Buckets:
         """Return the number of the shortest message of ``role`` with room for ``size`` bytes, and its bytes."""
         which = next(number for number, most in enumerate(_SIZES) if size <= most)
         return len(self._items) * self._lanes + _ROLES.index(role) * len(_SIZES) + which, _SIZES[which]
+
+
+#: How much longer the means of an island are waited for: it may have waited for another one.
+_LONGER = 1.5
+
+
+class EpochView:
+    """The members of ``epoch``, number ``number`` of the island ``slot``, as that sees them.
+
+    ``pairs``: its connections with the others, by slot. ``loses``: is called on a thread with one of them of which a message does not
+    come, if that is new, and the seconds that it was waited for.
+    """
+
+    def __init__(
+        self,
+        epoch: Epoch,
+        number: int,
+        slot: int,
+        connections: Connections | None,
+        pairs: Mapping[int, Pair],
+        loses: Callable[[Pair, float], None],
+    ) -> None:
+        self.number = number
+        self.epoch, self.slot, self.connections, self.pairs, self.loses = epoch, slot, connections, pairs, loses
+        self.senders = epoch.senders
+        #: The place of this island among the senders, or ``None``: it listens.
+        self.place = self.senders.index(slot) if slot in self.senders else None
+
+    def hold(self, users: int) -> None:
+        """See :meth:`.Pair.hold`."""
+        for pair in self.pairs.values():
+            pair.hold(users)
+
+    def mean(self, own: torch.Tensor, count: int) -> torch.Tensor:
+        """Return the mean of ``own`` [n], in host memory, over the senders, added up in their order. ``count``: see :meth:`.Connections.swap`.
+
+        Raise :class:`PeerLost`.
+        """
+        assert self.connections is not None
+        others = {slot: self.pairs[slot] for slot in self.senders if slot != self.slot}
+        theirs = self.connections.swap(others, count, own)
+        return mean_of([theirs.get(slot, own) for slot in self.senders], None)
+
+
+class Lane(Carrier):
+    """The exchange number ``exchange`` of a shard among the members of an epoch; ``None``: nothing is carried.
+
+    ``shard``: the number of the vector on its rank. ``ended``: is called on a thread with the number of the exchange, the messages that
+    others send in it, and how many have come; a part of one is a fraction.
+    """
+
+    observes = True
+
+    def __init__(
+        self,
+        config: LossyConfig,
+        among: EpochView | None,
+        shard: int,
+        exchange: int,
+        ended: Callable[[int, int, float], None],
+    ) -> None:
+        deadline = config.udp_deadline_seconds
+        self.among, self._shard, self._turn = among, shard, exchange % config.lanes
+        self._deadline = deadline if isinstance(deadline, float) else None
+        self._packets = config.loss_unit == "packet"
+        self._exchange, self._ended = exchange, ended
+        self._expected, self._came = 0 if among else 1, 0.0
+        if among is not None:
+            among.hold(1)
+
+    def end(self) -> None:
+        """See :class:`.Carrier`."""
+        if self.among is not None:
+            self.among.hold(-1)
+        self._ended(self._exchange, self._expected, self._came)
+
+    def scatter(self, pieces: torch.Tensor) -> tuple[torch.Tensor, np.ndarray]:
+        """See :class:`.Carrier`. An island that does not send gets nothing."""
+        if self.among is None or self.among.place is None:
+            return torch.zeros_like(pieces), np.zeros(pieces.shape, dtype=bool)
+        return self._cross(0, dict(zip(self.among.senders, pieces)))
+
+    def gather(self, own: torch.Tensor) -> tuple[torch.Tensor, np.ndarray]:
+        """See :class:`.Carrier`."""
+        if self.among is None:
+            return self.scatter(own[None])
+        return self._cross(1, dict.fromkeys(self.among.epoch.slots, own))
+
+    def _cross(self, phase: int, rows: Mapping[int, torch.Tensor]) -> tuple[torch.Tensor, np.ndarray]:
+        """Send each of ``rows``, by slot, if this island sends, and get one of each sender."""
+        among = self.among
+        assert among is not None and among.connections is not None
+        buckets = among.connections.buckets
+        senders, count = among.senders, len(next(iter(rows.values())))
+        bucket, items = buckets.exchange(self._shard, self._turn, len(senders))
+        like = next(iter(rows.values()))
+        received = torch.zeros(len(senders), items, dtype=like.dtype)
+        arrived = np.zeros((len(senders), -(-items // buckets.packet)), dtype=bool)
+        places = {slot: place for place, slot in enumerate(senders)}
+        sends = among.place is not None
+        padded = dict[int, torch.Tensor]()
+        for row in rows.values() if sends else ():
+            if id(row) not in padded:
+                padded[id(row)] = torch.nn.functional.pad(row, (0, items - count))
+        began = time.monotonic()
+        crossings: dict[int, Crossing | None] = {}
+        for slot, pair in among.pairs.items():
+            out = padded[id(rows[slot])] if sends and slot in rows else None
+            into = received[places[slot]] if slot in places else None
+            within = pair.patience * (_LONGER if phase else 1.0)
+            if self._deadline is not None:
+                within = min(within, self._deadline)
+            if out is not None or into is not None:
+                crossings[slot] = pair.begin(SYNC_PHASES[phase], bucket, self._exchange, out, into, within)
+        for slot, crossing in crossings.items():
+            row = among.pairs[slot].end(crossing)
+            if slot not in places:
+                continue
+            self._expected += 1
+            if row is not None and row.any():
+                arrived[places[slot]] = row
+                self._came += float(row.mean())
+            elif among.pairs[slot].in_vain():
+                among.loses(among.pairs[slot], time.monotonic() - began)
+        if among.place is not None:
+            received[among.place, :count], arrived[among.place] = rows[among.slot], True
+        if not self._packets:  # a shard has come if all of its packets have
+            arrived = arrived.all(axis=1, keepdims=True)
+        return received[:, :count], arrived

@@ -391,12 +391,13 @@ class Connections:
         with self._changed:
             return [pair for there in self._pairs.values() for pair in there.values()]
 
-    def swap(self, pairs: Mapping[int, Pair], number: int, own: torch.Tensor) -> dict[int, torch.Tensor]:
-        """Send ``own``, in host memory, to all of ``pairs``, and return theirs, which are as long. ``number``: see :meth:`parts`.
+    def swap(self, pairs: Mapping[int, Pair], count: int, own: torch.Tensor) -> dict[int, torch.Tensor]:
+        """Send ``own`` [n], in host memory, to all of ``pairs``, and return theirs [n]. Raise :class:`PeerLost`.
 
-        Raise :class:`PeerLost`.
+        ``count``: the number of these calls, which rises and is the same on all.
         """
-        data = own.contiguous().view(-1).view(torch.uint8)
+        data = own.view(torch.uint8)
+        number = count * -(-len(data) // PART) % 2**31
         found = {slot: torch.empty_like(own) for slot in pairs}
         for first in range(0, len(data), PART):
             bucket, size = self.buckets.part("whole", PART)
@@ -411,14 +412,9 @@ class Connections:
                 if row is None or not row.all():
                     raise PeerLost(f"island {slot}: {pair.why or 'a part of its weights did not come'}")
                 pair.leave(crossing[slot], self.patience)
-                rest = found[slot].view(-1).view(torch.uint8)[first : first + PART]
+                rest = found[slot].view(torch.uint8)[first : first + PART]
                 rest.copy_(into[slot][: len(rest)])
         return found
-
-    @staticmethod
-    def parts(own: torch.Tensor) -> int:
-        """Return the numbers of messages that :meth:`swap` takes."""
-        return -(-own.numel() * own.element_size() // PART)
 
     # --- output for the user -------------------------------------------------------------------------------------------
 

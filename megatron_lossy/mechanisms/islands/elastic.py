@@ -31,8 +31,8 @@ from ...recovery.rows import to_device
 from ...transport.leaving import PeerLost
 from ...transport.network import read_key_file
 from . import first_rank
-from .between_members import EpochView, MemberExchanges
-from .between_ranks import RankExchanges
+from .between_ranks import Parties, RankExchanges
+from .carrying import EpochView, Lane
 from .connections import Connections, Pair
 from .copying import Rejoining, source_of
 from .first_rank import FirstRank, LostSlot
@@ -379,16 +379,12 @@ class ElasticIslands(RankIslands):
     # --- building ----------------------------------------------------------------------------------------------------
 
     def _crossing(self, number: int, subset: Subset) -> RankExchanges:
-        return MemberExchanges(
-            self.config,
-            subset.stream,
-            self._slot,
-            self._run.steps,
-            self._tell,
-            shard=number,
-            among=lambda: self._current,
-            ended=self._diary.ended,
-        )
+        def parties(exchange: int) -> Parties:
+            among = self._current
+            lane = Lane(self.config, among, number, exchange, self._diary.ended)
+            return Parties([self._slot], None, lane) if among is None else Parties(among.senders, among.place, lane)
+
+        return RankExchanges(self.config, subset.stream, self._slot, parties, self._run.steps, self._tell)
 
     def _vector(self, optimizer: Any) -> Vector:
         ranks = self.config.sync_ranks
@@ -412,7 +408,7 @@ class ElasticIslands(RankIslands):
 
     # --- weights and saved state -------------------------------------------------------------------------------------
 
-    def _means(self, shards: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+    def _means(self, shards: Sequence[torch.Tensor]) -> Sequence[torch.Tensor] | None:
         """Return the means of ``shards`` over the senders; ``None`` on listeners, and if islands do not meet."""
         among, found = self._current, None
         if among is not None and among.place is not None:
@@ -420,8 +416,8 @@ class ElasticIslands(RankIslands):
                 # Islands that have left some out have the same numbers.
                 made, count = self._sums
                 self._sums = made, count = self._run.iteration, count + 1 if made == self._run.iteration else 0
-                whole = [shard.detach().cpu().contiguous() for shard in shards]
-                found = [mean.to(device.current_device()) for mean in among.means(whole, made * _SUMS + count)]
+                mean = among.mean(torch.cat([shard.detach().cpu() for shard in shards]), made * _SUMS + count)
+                found = mean.to(device.current_device()).split(list(map(len, shards)))
             except PeerLost as error:
                 logger.warning(
                     "island %d: no mean of all islands' weights (%s); its own are in its place", self._slot, error

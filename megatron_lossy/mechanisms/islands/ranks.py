@@ -33,7 +33,8 @@ from ...hooks.versions import data_parallel_rank, pipeline_stage, tensor_group
 from ...recovery.rows import to_device
 from ...run.mechanism import Part
 from ...transport.peers import RankPeers
-from .between_ranks import RankExchanges, carriers_of
+from .between_ranks import Parties, RankExchanges
+from .carrying import Carrier, Collectives, IslandLink
 from .flags import CONSENSUS_FOLDER
 from .form import bytes_sent
 from .monitor import IslandMonitor
@@ -45,16 +46,106 @@ from .world import IslandWorld, Meeting, Stopping
 _SAMPLE = 2**16
 
 
-class RankIslands(Part, JobGroup):
-    """The exchanges of this rank with its peers in other islands. ``world``: open by the first iteration."""
+class ExchangingRank(Part, JobGroup):
+    """The exchanges of this rank with its peers in other islands. ``world``: its place among them, which makes stores and meetings."""
 
     name = "islands"
 
-    def __init__(self, config: LossyConfig, world: IslandWorld) -> None:
-        self.world = world
+    def __init__(self, config: LossyConfig, world: Any) -> None:
+        self.config, self.world = config, world
         self.monitor = IslandMonitor()
-        self.config = config
         self._rounds: list[Rounds[RankExchanges]] | None = None  # by optimizer of torch's
+        self._carriers: list[Carrier] = []
+
+    def attach(self, run: Any) -> None:
+        self._run = run
+        run.job_group = self
+        if self.config.sync_method != "none":
+            run.observers.append(self.monitor)
+        run.events.on(iteration_ends=self.end_iteration, restart=self.restart, close=self.close)
+
+    def end_iteration(self) -> None:
+        """Make the exchanges of the iteration that is over, as far as they are not made."""
+        raise NotImplementedError
+
+    def restart(self, iteration: int) -> None:
+        """Go on from ``iteration``."""
+        raise NotImplementedError
+
+    def _built(self) -> list[Rounds[RankExchanges]]:
+        """Return the exchanges of each vector. The first call is a collective one of all islands."""
+        raise NotImplementedError
+
+    def _crossing(self, number: int, subset: Subset) -> RankExchanges:
+        """Return the maker of the means of the vector ``number``. A collective call of the ranks with this place."""
+        config, world = self.config, self.world
+        carriers = list[Carrier]()
+        for name in (f"{number}/{lane}" for lane in range(config.lanes)):
+            if config.observed:
+                carriers.append(IslandLink(config, name, world.island, world.store(name), subset.most, world.patience))
+            else:
+                carriers.append(Collectives(world.meet(name)))
+        self._carriers += carriers
+
+        def parties(exchange: int) -> Parties:
+            return Parties(range(config.islands), world.island, carriers[exchange % config.lanes])
+
+        return RankExchanges(config, subset.stream, world.island, parties, self._run.steps, self._tell)
+
+    def _tell(self, delivery: Delivery) -> None:
+        for observer in self._run.observers:
+            observer.observe(delivery)
+
+    @property
+    def carriers(self) -> Sequence[Any]:
+        return self._carriers if self.config.observed else []
+
+    @functools.cached_property
+    def _control(self) -> Meeting:
+        """The meeting for exchanges that no thread makes."""
+        return self.world.meet("control")
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.monitor.waited(time.perf_counter() - began)
+
+    def total(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the sum of ``values`` over islands. A collective call of the ranks with this place in each island."""
+        with self._waiting():
+            return self._control.total(values)
+
+    def identity(self) -> dict[str, Any]:
+        """See :meth:`Run.identity`."""
+        return {"islands": self.world.islands, "island": self.world.island}
+
+    def state_dict(self) -> Any:
+        """Return the state of the rules, and of the exchanges under way. Waits for these."""
+        with self._waiting():
+            return [rounds.state_dict() for rounds in self._built()]
+
+    def load_state_dict(self, state: Any) -> None:
+        """Restore :meth:`state_dict`, once there is an optimizer."""
+        built = self._built()
+        if len(state) != len(built):
+            raise UsageError(f"--sync-method {self.config.sync_method}: the checkpoint has other exchanges")
+        for rounds, saved in zip(built, state, strict=True):
+            rounds.load_state_dict(saved)
+
+    def close(self) -> None:
+        """End the exchanges."""
+        for rounds in self._rounds or ():
+            rounds.crossing.close()
+        for carrier in self._carriers:
+            carrier.close()
+
+
+class RankIslands(ExchangingRank):
+    """Islands of Megatron's ranks. ``world``: open by the first iteration."""
+
+    def __init__(self, config: LossyConfig, world: IslandWorld) -> None:
+        super().__init__(config, world)
         self._hooks: list[Any] = []
         self._copies: list[Places | None] = []  # by optimizer, see :meth:`_places_of_copies`
         self._used = False  # whether a mean has changed weights
@@ -62,18 +153,8 @@ class RankIslands(Part, JobGroup):
         self._iterations = 0  # that were begun, as far as stopping is concerned
 
     def attach(self, run: Any) -> None:
-        self._run = run
-        run.job_group = self
-        if self.config.sync_method != "none":
-            run.observers.append(self.monitor)
-        run.events.on(
-            built=self.ready,
-            iteration_begins=self.begin_iteration,
-            iteration_ends=self.end_iteration,
-            restart=self.restart,
-            leave=self.leave,
-            close=self.close,
-        )
+        super().attach(run)
+        run.events.on(built=self.ready, iteration_begins=self.begin_iteration, leave=self.leave)
 
     # --- an iteration ----------------------------------------------------------------------------------------------
 
@@ -135,23 +216,12 @@ class RankIslands(Part, JobGroup):
             self.world.wait_for_first(self._stopping.leave)
             dist.barrier()
 
-    @contextlib.contextmanager
-    def _waiting(self) -> Iterator[None]:
-        began = time.perf_counter()
-        yield
-        self.monitor.waited(time.perf_counter() - began)
-
     # --- building --------------------------------------------------------------------------------------------------
 
     @functools.cached_property
     def _stopping(self) -> Stopping:
         world = self.world
         return Stopping(None if world.rank else world.store("stop"), world.island, world.islands)
-
-    @functools.cached_property
-    def _control(self) -> Meeting:
-        """The meeting for exchanges that no thread makes."""
-        return self.world.meet("control")
 
     def _built(self) -> list[Rounds[RankExchanges]]:
         if self._rounds is None:
@@ -188,12 +258,6 @@ class RankIslands(Part, JobGroup):
         self._copies.append(self._places_of_copies(optimizer))
         self._hooks.append(optimizer.optimizer.register_step_post_hook(partial(self._exchange, number)))
         return self._make_rounds(self.config, subset, [vector], crossing, run.steps, run.device, self._note)
-
-    def _crossing(self, number: int, subset: Subset) -> RankExchanges:
-        """Return the maker of the means of the shard ``number``. A collective call of the ranks with this place."""
-        config, world = self.config, self.world
-        carriers = carriers_of(config, subset.most, world.island, f"{number}/", world.store, world.meet, world.patience)
-        return RankExchanges(config, subset.stream, world.island, carriers, self._run.steps, self._tell)
 
     def _make_rounds(self, *arguments: Any) -> Rounds[RankExchanges]:
         """Return the exchanges of the weights of one optimizer."""
@@ -238,19 +302,10 @@ class RankIslands(Part, JobGroup):
         """Torch's optimizers of :attr:`_vectors`."""
         return [optimizer.optimizer for optimizer in self._exchanging]
 
-    def _tell(self, delivery: Delivery) -> None:
-        for observer in self._run.observers:
-            observer.observe(delivery)
-
     def _note(self, seconds: float, sent: torch.Tensor, mean: Mean) -> None:
         self._used = True
         stride = mean.values.numel() // _SAMPLE | 1  # odd, so that it does not follow blocks
         self.monitor.used(seconds, sent, mean, stride)
-
-    @property
-    def carriers(self) -> Sequence[Any]:
-        built = self._rounds if self.config.observed else None
-        return [carrier for rounds in built or () for carrier in rounds.crossing.carriers]
 
     # --- weights ---------------------------------------------------------------------------------------------------
 
@@ -300,7 +355,7 @@ class RankIslands(Part, JobGroup):
                 for (bucket, _), values in zip(self._buckets, kept, strict=True):
                     bucket.param_data.copy_(values)
 
-    def _means(self, shards: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+    def _means(self, shards: Sequence[torch.Tensor]) -> Sequence[torch.Tensor] | None:
         """Return the means of ``shards`` over islands; ``None`` if these do not meet. A collective call of all."""
         return [self.total(shard) / self.config.islands for shard in shards]
 
@@ -312,11 +367,6 @@ class RankIslands(Part, JobGroup):
     @property
     def _writes_consensus(self) -> bool:
         return self.world.island == 0
-
-    def total(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the sum of ``values`` over islands. A collective call of the ranks with this place in each island."""
-        with self._waiting():
-            return self._control.total(values)
 
     # --- saving ----------------------------------------------------------------------------------------------------
 
@@ -330,29 +380,11 @@ class RankIslands(Part, JobGroup):
             them = ", ".join(f"island {number} has {loaded}" for number, loaded in enumerate(found))
             raise refuse("--load", f"iteration {iteration}", f"{them}; write one that all have into their trackers")
 
-    def identity(self) -> dict[str, Any]:
-        """See :meth:`Run.identity`."""
-        return {"islands": self.world.islands, "island": self.world.island}
-
-    def state_dict(self) -> list[dict[str, Any]]:
-        """Return the state of the rules, and of the exchanges under way. Waits for these."""
-        with self._waiting():
-            return [rounds.state_dict() for rounds in self._built()]
-
-    def load_state_dict(self, state: Sequence[dict[str, Any]]) -> None:
-        """Restore :meth:`state_dict`, once there is an optimizer."""
-        built = self._built()
-        if len(state) != len(built):
-            raise UsageError(f"--sync-method {self.config.sync_method}: the checkpoint has other exchanges")
-        for rounds, saved in zip(built, state, strict=True):
-            rounds.load_state_dict(saved)
-
     def close(self) -> None:
-        """End with the run."""
+        """See :meth:`ExchangingRank.close`."""
         for hook in self._hooks:
             hook.remove()
-        for rounds in self._rounds or ():
-            rounds.crossing.close()
+        super().close()
 
 
 def rewind(folder: str, world: IslandWorld, total: Callable[[torch.Tensor], torch.Tensor]) -> str | None:
