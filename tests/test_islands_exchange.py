@@ -20,8 +20,7 @@ from megatron_lossy.mechanisms.islands import mean as means_in_memory
 from megatron_lossy.mechanisms.islands import vector as vectors
 from megatron_lossy.mechanisms.islands.between_ranks import Parties, RankExchanges
 from megatron_lossy.mechanisms.islands.flags import SYNC_PHASES
-from megatron_lossy.mechanisms.islands.form import form_of
-from megatron_lossy.mechanisms.islands.mean import InMemory
+from megatron_lossy.mechanisms.islands.mean import InMemory, form_of
 from megatron_lossy.mechanisms.islands.vector import Places, Segment, Vector, shard_vector
 from megatron_lossy.transport.base import draw
 

@@ -19,7 +19,7 @@ from megatron_lossy.base.errors import UsageError
 from megatron_lossy.mechanisms.islands.membership import coordinator
 from megatron_lossy.mechanisms.islands.membership.coordinator import Dictionary, Server, Watcher, open_journal
 from megatron_lossy.mechanisms.islands.membership.messages import Beat, Entry, Slot, write
-from megatron_lossy.mechanisms.islands.membership.store import NAME, Gateway, Unreachable, client_context, open_store
+from megatron_lossy.mechanisms.islands.membership.store import NAME, Gateway, Unreachable, open_store, tls_of
 from tests.coordinator import KEY, Coordinator, Etcd
 
 pytest.importorskip("cryptography")
@@ -278,7 +278,7 @@ def test_strangers_change_nothing_but_a_counter(coordinator_server):
     before = strangers(coordinator_server)
     nobody = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     nobody.check_hostname, nobody.verify_mode = False, ssl.CERT_NONE
-    unchecked = client_context(b"another key of 32 bytes for test")
+    unchecked = tls_of(b"another key of 32 bytes for test")
     unchecked.check_hostname, unchecked.verify_mode = False, ssl.CERT_NONE
     for tls in (None, nobody, unchecked):
         for text in (b"POST /v3/kv/range HTTP/1.1\r\n\r\n", b"\xff" * 64, os.urandom(100)):
@@ -294,7 +294,7 @@ def test_strangers_change_nothing_but_a_counter(coordinator_server):
 
 
 def test_who_has_the_key_and_sends_nonsense_is_closed(coordinator_server):
-    tls = client_context(KEY)
+    tls = tls_of(KEY)
     for text in (
         b"GET / HTTP/1.0\r\n\r\n",
         b"x" * 20_000,

@@ -49,7 +49,7 @@ WALKED = {
     "mechanisms.islands.rules.DiLoCo": "test_islands",
     "mechanisms.islands.rules.MovingAverage": "test_islands",
     "mechanisms.islands.rules.SmithPredictor": "test_islands",
-    "mechanisms.islands.form.Rest": "test_islands",
+    "mechanisms.islands.mean.Rest": "test_islands",
     "lab.virtual.versions.Versions": "test_virtual_train.py, saved and resumed",
     "lab.async_pipeline.virtual.Stages": "test_async_pipeline_train.py, saved and resumed",
     "run.monitor.observer.Observer": "test_monitor.py, saved and resumed",

@@ -29,8 +29,7 @@ from ...hooks.buckets import bucket_sizes
 from ...hooks.rng import on_cpu, rng_state, set_rng_state
 from ...hooks.versions import optimizers as inner_optimizers
 from ...mechanisms.islands.flags import CONSENSUS_FOLDER
-from ...mechanisms.islands.form import bytes_sent
-from ...mechanisms.islands.mean import InMemory
+from ...mechanisms.islands.mean import InMemory, bytes_sent
 from ...mechanisms.islands.monitor import IslandMonitor
 from ...mechanisms.islands.rounds import Rounds
 from ...mechanisms.islands.vector import Subset, Vector, shard_vector

@@ -26,9 +26,7 @@ from ...recovery.rows import to_device, used_here
 from ...transport.base import draw
 from .carrying import Carrier
 from .flags import SYNC_PHASES
-from .form import Codes, Form, Rest, form_of
-from .mean import elements_of, finite_rows, mean_of, networks_between, owed_to
-from .rounds import Mean
+from .mean import Codes, Form, Mean, Rest, elements_of, finite_rows, form_of, mean_of, networks_between, owed_to
 from .vector import Places
 
 _HOST = torch.device("cpu")

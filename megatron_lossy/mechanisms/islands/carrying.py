@@ -20,8 +20,7 @@ from ...transport.ends import end_for
 from ...transport.leaving import Departures, patiently
 from .copying import PART
 from .flags import SYNC_PHASES
-from .form import Codes, form_of
-from .mean import mean_of
+from .mean import Codes, form_of, mean_of
 from .presence import Epoch
 from .world import Meeting
 
@@ -60,11 +59,9 @@ class Collectives(Carrier):
         self._meeting = meeting
 
     def scatter(self, pieces: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """See :class:`.Carrier`."""
         return self._meeting.all_to_all(pieces), None
 
     def gather(self, own: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """See :class:`.Carrier`."""
         return self._meeting.all_gather(own), None
 
 
@@ -276,43 +273,35 @@ class Lane(Carrier):
             among.hold(1)
 
     def end(self) -> None:
-        """See :class:`.Carrier`."""
         if self.among is not None:
             self.among.hold(-1)
         self._ended(self._exchange, self._expected, self._came)
 
     def scatter(self, pieces: torch.Tensor) -> tuple[torch.Tensor, np.ndarray]:
-        """See :class:`.Carrier`. An island that does not send gets nothing."""
-        if self.among is None or self.among.place is None:
+        if self.among is None or self.among.place is None:  # it gets nothing
             return torch.zeros_like(pieces), np.zeros(pieces.shape, dtype=bool)
-        return self._cross(0, dict(zip(self.among.senders, pieces)))
+        return self._cross(0, pieces, self.among.senders)
 
     def gather(self, own: torch.Tensor) -> tuple[torch.Tensor, np.ndarray]:
-        """See :class:`.Carrier`."""
         if self.among is None:
             return self.scatter(own[None])
-        return self._cross(1, dict.fromkeys(self.among.epoch.slots, own))
+        return self._cross(1, own[None], self.among.epoch.slots)
 
-    def _cross(self, phase: int, rows: Mapping[int, torch.Tensor]) -> tuple[torch.Tensor, np.ndarray]:
-        """Send each of ``rows``, by slot, if this island sends, and get one of each sender."""
+    def _cross(self, phase: int, rows: torch.Tensor, slots: Sequence[int]) -> tuple[torch.Tensor, np.ndarray]:
+        """Send a row of ``rows`` to each of ``slots``, or the only one to all, if this island sends, and get one of each sender."""
         among = self.among
         assert among is not None and among.connections is not None
-        buckets = among.connections.buckets
-        senders, count = among.senders, len(next(iter(rows.values())))
+        buckets, senders, count = among.connections.buckets, among.senders, rows.shape[1]
         bucket, items = buckets.exchange(self._shard, self._turn, len(senders))
-        like = next(iter(rows.values()))
-        received = torch.zeros(len(senders), items, dtype=like.dtype)
+        received = torch.zeros(len(senders), items, dtype=rows.dtype)
         arrived = np.zeros((len(senders), -(-items // buckets.packet)), dtype=bool)
         places = {slot: place for place, slot in enumerate(senders)}
-        sends = among.place is not None
-        padded = dict[int, torch.Tensor]()
-        for row in rows.values() if sends else ():
-            if id(row) not in padded:
-                padded[id(row)] = torch.nn.functional.pad(row, (0, items - count))
+        padded = torch.nn.functional.pad(rows, (0, items - count))
+        sent = dict(zip(slots, padded.expand(len(slots), -1))) if among.place is not None else {}
         began = time.monotonic()
         crossings: dict[int, Crossing | None] = {}
         for slot, pair in among.pairs.items():
-            out = padded[id(rows[slot])] if sends and slot in rows else None
+            out = sent.get(slot)
             into = received[places[slot]] if slot in places else None
             within = pair.patience * (_LONGER if phase else 1.0)
             if self._deadline is not None:
@@ -330,7 +319,7 @@ class Lane(Carrier):
             elif among.pairs[slot].in_vain():
                 among.loses(among.pairs[slot], time.monotonic() - began)
         if among.place is not None:
-            received[among.place, :count], arrived[among.place] = rows[among.slot], True
+            received[among.place], arrived[among.place] = sent[among.slot], True
         if not self._packets:  # a shard has come if all of its packets have
             arrived = arrived.all(axis=1, keepdims=True)
         return received[:, :count], arrived

@@ -43,7 +43,7 @@ from .monitor import Diary
 from .presence import Standing, epoch_of
 from .ranks import RankIslands
 from .rounds import MANY, MemberRounds, Rounds
-from .unequal import PartRounds, PartVector, held_state, parameters_of, put_state
+from .unequal import PartVector, held_state, parameters_of, put_state
 from .vector import Subset, Vector
 from .world import ElasticWorld
 
@@ -316,10 +316,9 @@ class ElasticIslands(RankIslands):
         mine = [slot for slot in listeners if source_of(slot, among.senders, self.config.islands) == self._slot]
         if mine:
             self._settle()
-        for slot in mine:
             state = held_state(self._vectors, self._inner)
-            if self._connections is not None:
-                self._rejoining.serve(among.pairs[slot], state, now)
+        for slot in mine if self._connections is not None else ():
+            self._rejoining.serve(among.pairs[slot], state, now)
 
     def _exchange(self, number: int, *arguments: Any) -> None:
         now = self._run.iteration + 1
@@ -393,8 +392,7 @@ class ElasticIslands(RankIslands):
         return PartVector(optimizer, ranks, optimizer.buffers[0].data_parallel_group, self._run.device)
 
     def _make_rounds(self, *arguments: Any) -> Rounds[RankExchanges]:
-        kind = MemberRounds if self.config.sync_ranks is None else PartRounds
-        return kind(*arguments, presence=self._standing)
+        return MemberRounds(*arguments, presence=self._standing)
 
     def _visits_here(self) -> int:
         """Return the least number of times that means have set an element here since the island began to listen."""

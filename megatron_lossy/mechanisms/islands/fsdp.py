@@ -19,7 +19,7 @@ from ...base.device import all_gather_single
 from ...base.errors import refuse
 from ...config import LossyConfig
 from .between_ranks import RankExchanges
-from .form import bytes_sent
+from .mean import bytes_sent
 from .ranks import ExchangingRank
 from .rounds import Rounds
 from .vector import Segment, Subset, Vector
@@ -67,7 +67,7 @@ class FSDPIslands(ExchangingRank):
     def attach(self, run: LossyFSDP) -> None:
         super().attach(run)
         run.job, run.jobs = self.world.island, self.config.islands
-        run.events.on(built=self.ready)
+        run.events.on(built=self.ready, iteration_ends=self.end_iteration, restart=self.restart)
 
     # --- building --------------------------------------------------------------------------------------------------
 

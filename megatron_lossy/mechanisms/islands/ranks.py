@@ -36,9 +36,9 @@ from ...transport.peers import RankPeers
 from .between_ranks import Parties, RankExchanges
 from .carrying import Carrier, Collectives, IslandLink
 from .flags import CONSENSUS_FOLDER
-from .form import bytes_sent
+from .mean import Mean, bytes_sent
 from .monitor import IslandMonitor
-from .rounds import Mean, Rounds
+from .rounds import Rounds
 from .vector import Places, Subset, Vector, shard_vector
 from .world import IslandWorld, Meeting, Stopping
 
@@ -62,15 +62,7 @@ class ExchangingRank(Part, JobGroup):
         run.job_group = self
         if self.config.sync_method != "none":
             run.observers.append(self.monitor)
-        run.events.on(iteration_ends=self.end_iteration, restart=self.restart, close=self.close)
-
-    def end_iteration(self) -> None:
-        """Make the exchanges of the iteration that is over, as far as they are not made."""
-        raise NotImplementedError
-
-    def restart(self, iteration: int) -> None:
-        """Go on from ``iteration``."""
-        raise NotImplementedError
+        run.events.on(close=self.close)
 
     def _built(self) -> list[Rounds[RankExchanges]]:
         """Return the exchanges of each vector. The first call is a collective one of all islands."""
@@ -117,7 +109,6 @@ class ExchangingRank(Part, JobGroup):
             return self._control.total(values)
 
     def identity(self) -> dict[str, Any]:
-        """See :meth:`Run.identity`."""
         return {"islands": self.world.islands, "island": self.world.island}
 
     def state_dict(self) -> Any:
@@ -154,7 +145,13 @@ class RankIslands(ExchangingRank):
 
     def attach(self, run: Any) -> None:
         super().attach(run)
-        run.events.on(built=self.ready, iteration_begins=self.begin_iteration, leave=self.leave)
+        run.events.on(
+            built=self.ready,
+            iteration_begins=self.begin_iteration,
+            iteration_ends=self.end_iteration,
+            restart=self.restart,
+            leave=self.leave,
+        )
 
     # --- an iteration ----------------------------------------------------------------------------------------------
 
@@ -381,7 +378,6 @@ class RankIslands(ExchangingRank):
             raise refuse("--load", f"iteration {iteration}", f"{them}; write one that all have into their trackers")
 
     def close(self) -> None:
-        """See :meth:`ExchangingRank.close`."""
         for hook in self._hooks:
             hook.remove()
         super().close()

@@ -10,35 +10,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
 from ...config import LossyConfig
-from .form import Rest
+from .mean import Mean, Rest
 from .presence import Presence
 from .rules import Result, make_rule
 from .vector import Places, Subset, Vector, read_at, write_at
 
 #: Visits of a rank without elements, or of an island that does not listen.
 MANY = 2**31
-
-
-class Mean(NamedTuple):
-    """The result of an exchange. ``values`` [k]: the owners' means.
-
-    ``arrived`` bool[islands of this process, k], or ``None`` if all arrived everywhere. ``owed`` [islands of this
-    process, k], or ``None`` if nothing was rounded, or owners keep it for their next means (:class:`.Rest`): an owner adds it to its own
-    copy of a mean, so that all islands together get the mean before rounding.
-    """
-
-    values: torch.Tensor
-    arrived: torch.Tensor | None
-    owed: torch.Tensor | None = None
-
-    def wait(self) -> Mean:
-        """Return this mean, which is a :class:`Pending` that has ended."""
-        return self
 
 
 class Pending(Protocol):
@@ -110,6 +93,10 @@ class Rounds(Generic[Between]):
         Return the number of elements of the exchange that begins, or ``None`` if none does.
         """
         number, left = divmod(step + 1, self._interval)
+        if left and (step + 1 - self._delay) % self._interval:
+            return None
+        for vector in self.vectors:
+            vector.gather_weights()
         begun = None if left else self._begin(number - 1, step)
         due = [flight for flight in self.flights if flight.step + self._delay == step]
         self.flights = [flight for flight in self.flights if flight.step + self._delay > step]
@@ -122,6 +109,8 @@ class Rounds(Generic[Between]):
         if begun is not None and not due and self.rule.always:
             nothing = Mean(torch.zeros_like(begun.sent[0]), torch.zeros_like(begun.sent, dtype=torch.bool))
             self._use(begun, nothing, step)
+        for vector in self.vectors:
+            vector.scatter_weights()
         return None if begun is None else begun.sent.shape[1]
 
     def _begin(self, number: int, step: int) -> Flight | None:

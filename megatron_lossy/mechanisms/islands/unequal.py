@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from . import copying
 from .copying import STEP, HostCopy
-from .rounds import Between, MemberRounds
 from .vector import Segment, Vector
 
 
@@ -68,7 +67,7 @@ def pieces_of(optimizer: Any) -> list[Piece]:
 class PartVector(Vector):
     """Part number ``rank`` of ``parts`` of the elements of ``optimizer``, a copy; without any on other ranks.
 
-    Making one is a collective call of ``group``, the ranks of the island, and so are all verbs but those of :class:`Vector`.
+    Making one is a collective call of ``group``, the ranks of the island, and so are all verbs but :meth:`read` and :meth:`write`.
     """
 
     def __init__(self, optimizer: Any, parts: int, group: Any, device: torch.device) -> None:
@@ -92,12 +91,10 @@ class PartVector(Vector):
 
     @torch.no_grad()
     def gather_weights(self) -> None:
-        """Make the copy that of the main weights."""
         self._copy.copy_(self._gather([piece.main for piece in self._pieces]))
 
     @torch.no_grad()
     def scatter_weights(self) -> None:
-        """Make the weights those of the copies."""
         for piece, values in zip(self._pieces, self._scatter(self._copy), strict=True):
             piece.main.view(-1).copy_(values)
             if piece.rounded is not None:
@@ -228,19 +225,3 @@ def put_state(vectors: Sequence[Vector], optimizers: Sequence[Any], values: Mapp
         copying.put_state(vectors, optimizers, values)
     for number, part in enumerate(parts):
         part.put_state(str(number), values)
-
-
-class PartRounds(MemberRounds[Between]):
-    """The exchanges of a :class:`PartVector`, which all ranks of the island make at once."""
-
-    vectors: Sequence[PartVector]
-
-    def after_iteration(self, step: int) -> int | None:
-        """See :meth:`.Rounds.after_iteration`."""
-        if all(passed % self._interval for passed in (step + 1, step + 1 - self._delay)):
-            return None
-        [vector] = self.vectors
-        vector.gather_weights()
-        count = super().after_iteration(step)
-        vector.scatter_weights()
-        return count

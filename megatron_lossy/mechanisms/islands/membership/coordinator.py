@@ -23,7 +23,7 @@ from typing import Any
 from ....base.errors import ArgumentParser, host_port, refuse
 from ....base.files import read_key
 from .messages import Beat, Entry, Slot, read
-from .store import PORT, server_context, split_address
+from .store import PORT, split_address, tls_of
 
 #: Bytes of the head of a request, of its body, of a key, of a value, of all keys and values; keys; connections.
 HEAD, BODY, KEY, VALUE, ALL, KEYS, CONNECTIONS = 1 << 14, 1 << 18, 256, 1 << 16, 64 << 20, 20_000, 512
@@ -209,7 +209,7 @@ async def serve(
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, end.set)
     with contextlib.ExitStack() as stack:
-        doors = [("--bind", "coordinator: tcp://", server, bind, server_context(key))]
+        doors = [("--bind", "coordinator: tcp://", server, bind, tls_of(key, server=True))]
         if page is not None:
             doors.append(("--page", "page: http://", Server(watcher.answer), page, None))
         for flag, name, door, (host, port), tls in doors:

@@ -256,7 +256,7 @@ def open_store(url: str, key: bytes | None, flag: str = "--rendezvous") -> Gatew
     if ours:
         if key is None:
             raise refuse(flag, url, "needs the key file that the coordinator has")
-        return Gateway(hosts, run, client_context(key), NAME)
+        return Gateway(hosts, run, tls_of(key), NAME)
     access = _access(file, flag) if file else {}
     tls = None
     if "ca" in access:
@@ -289,18 +289,9 @@ def _access(path: str, flag: str) -> dict[str, str]:
 NAME = "megatron-lossy"
 
 
-def client_context(key: bytes) -> ssl.SSLContext:
-    """Return the context of a client. ``key``: the bytes of the key file."""
-    return _context(ssl.PROTOCOL_TLS_CLIENT, key)
-
-
-def server_context(key: bytes) -> ssl.SSLContext:
-    """Return the context of a server."""
-    return _context(ssl.PROTOCOL_TLS_SERVER, key)
-
-
-def _context(protocol: int, key: bytes) -> ssl.SSLContext:
-    context = ssl.SSLContext(protocol)
+def tls_of(key: bytes, server: bool = False) -> ssl.SSLContext:
+    """Return the context of a client, or of a server. ``key``: the bytes of the key file."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.verify_mode = ssl.CERT_REQUIRED
     private, certificate = _certificate(key)
