@@ -18,7 +18,7 @@ from megatron_lossy.lab.virtual.island_churn import ChurningIslands, Presence
 from megatron_lossy.lab.virtual.island_schedule import Event, check_schedule, read_schedule
 from megatron_lossy.mechanisms.islands.mean import InMemory
 from megatron_lossy.mechanisms.islands.monitor import EPOCHS, EpochLog
-from megatron_lossy.mechanisms.islands.presence import Epoch, Member, needed_visits
+from megatron_lossy.mechanisms.islands.rounds import Epoch, Member, needed_visits
 from scripts.spells import share_away, spells
 from tests.churning_rows import ChurningRows, speed_of_mean
 from tests.ranks import run_ranks

@@ -16,7 +16,7 @@ from megatron_lossy.mechanisms.islands.carrying import EpochView, Lane
 from megatron_lossy.mechanisms.islands.connections import Connections
 from megatron_lossy.mechanisms.islands.copying import PART, HostCopy, receive_copy, send_copy
 from megatron_lossy.mechanisms.islands.membership.messages import Entry, Preparation, write
-from megatron_lossy.mechanisms.islands.presence import epoch_of
+from megatron_lossy.mechanisms.islands.rounds import epoch_of
 from megatron_lossy.transport.leaving import PeerLost
 from megatron_lossy.transport.settings import settings_of
 from megatron_lossy.transport.stream.host import Host

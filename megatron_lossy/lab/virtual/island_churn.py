@@ -17,8 +17,7 @@ from ...base.exchange import Delivery
 from ...config import LossyConfig
 from ...mechanisms.islands.mean import InMemory
 from ...mechanisms.islands.monitor import EpochLog, line
-from ...mechanisms.islands.presence import Epoch, Member, Slot, needed_visits
-from ...mechanisms.islands.rounds import MemberRounds, Rounds
+from ...mechanisms.islands.rounds import Epoch, Member, MemberRounds, Rounds, Slot, needed_visits
 from .island_schedule import FLAG, Schedule, read_schedule
 from .islands import VirtualIslands
 

@@ -21,7 +21,7 @@ from ...transport.leaving import Departures, patiently
 from .copying import PART
 from .flags import SYNC_PHASES
 from .mean import Codes, form_of, mean_of
-from .presence import Epoch
+from .rounds import Epoch
 from .world import Meeting
 
 if TYPE_CHECKING:

@@ -40,9 +40,8 @@ from .membership.messages import Entry, read, slot_of
 from .membership.protocol import Local
 from .membership.store import check_url, open_store
 from .monitor import Diary
-from .presence import Standing, epoch_of
 from .ranks import RankIslands
-from .rounds import MANY, MemberRounds, Rounds
+from .rounds import MANY, MemberRounds, Rounds, Standing, epoch_of
 from .unequal import PartVector, held_state, parameters_of, put_state
 from .vector import Subset, Vector
 from .world import ElasticWorld

@@ -24,7 +24,7 @@ from ...run.monitor.observer import Observer
 from ...run.monitor.window import Window
 from .flags import SYNC_PHASES
 from .mean import Mean
-from .presence import Epoch
+from .rounds import Epoch
 
 #: The most measurements that stay on the device, if a run never asks for them.
 _UNREAD = 1000
