@@ -356,10 +356,12 @@ class ElasticIslands(RankIslands):
             received={pair.other for pair in self._connections.pairs if pair.received > since},
             attempt=attempt,
             connected=connected,
-            lag=max(slot.lag(now), 0),
-            loss=self._loss,
-            lost=self._diary.lost,
-            event=self._diary.latest,
+            shown={
+                "lag": max(slot.lag(now), 0),
+                "loss": self._loss,
+                "lost": self._diary.lost,
+                "event": self._diary.latest,
+            },
         )
 
     def leave(self) -> None:
