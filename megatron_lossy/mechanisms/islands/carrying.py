@@ -7,9 +7,10 @@ of one launch or of so many senders; shorter ones end in zeros.
 
 from __future__ import annotations
 
+import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,11 +22,14 @@ from ...transport.leaving import Departures, patiently
 from .copying import PART
 from .flags import SYNC_PHASES
 from .mean import Codes, form_of, mean_of
+from .monitor import Diary
 from .rounds import Epoch
 from .world import Meeting
 
 if TYPE_CHECKING:
     from .connections import Connections, Crossing, Pair
+
+logger = logging.getLogger(__name__)
 
 
 class Carrier(ABC):
@@ -211,8 +215,7 @@ _LONGER = 1.5
 class EpochView:
     """The members of ``epoch``, number ``number`` of the island ``slot``, as that sees them.
 
-    ``pairs``: its connections with the others, by slot. ``loses``: is called on a thread with one of them of which a message does not
-    come, if that is new, and the seconds that it was waited for.
+    ``pairs``: its connections with the others, by slot. ``diary``: notes those of which a message does not come.
     """
 
     def __init__(
@@ -222,11 +225,11 @@ class EpochView:
         slot: int,
         connections: Connections | None,
         pairs: Mapping[int, Pair],
-        loses: Callable[[Pair, float], None],
+        diary: Diary,
     ) -> None:
         self.number = number
-        self.epoch, self.slot, self.connections, self.pairs, self.loses = epoch, slot, connections, pairs, loses
-        self.senders = epoch.senders
+        self.epoch, self.slot, self.connections, self.pairs, self._diary = epoch, slot, connections, pairs, diary
+        self.senders, self.alone = epoch.senders, len(epoch.members) == 1
         #: The place of this island among the senders, or ``None``: it listens.
         self.place = self.senders.index(slot) if slot in self.senders else None
 
@@ -234,6 +237,15 @@ class EpochView:
         """See :meth:`.Pair.hold`."""
         for pair in self.pairs.values():
             pair.hold(users)
+
+    def loses(self, pair: Pair, waited: float) -> None:
+        """Note, on a thread, that ``pair`` was waited for in vain."""
+        why = pair.why or "it sends nothing"
+        self._diary.note("lost contact", with_island=pair.slot, seconds=round(waited, 3), why=why)
+        logger.warning(
+            "island %d: lost contact with island %d (%s); what it does not send in time counts as lost",
+            *(self.slot, pair.slot, why),
+        )
 
     def mean(self, own: torch.Tensor, count: int) -> torch.Tensor:
         """Return the mean of ``own`` [n], in host memory, over the senders, added up in their order. ``count``: see :meth:`.Connections.swap`.
@@ -249,8 +261,7 @@ class EpochView:
 class Lane(Carrier):
     """The exchange number ``exchange`` of a shard among the members of an epoch; ``None``: nothing is carried.
 
-    ``shard``: the number of the vector on its rank. ``ended``: is called on a thread with the number of the exchange, the messages that
-    others send in it, and how many have come; a part of one is a fraction.
+    ``shard``: the number of the vector on its rank. ``diary``: counts the messages of others.
     """
 
     observes = True
@@ -261,13 +272,13 @@ class Lane(Carrier):
         among: EpochView | None,
         shard: int,
         exchange: int,
-        ended: Callable[[int, int, float], None],
+        diary: Diary,
     ) -> None:
         deadline = config.udp_deadline_seconds
         self.among, self._shard, self._turn = among, shard, exchange % config.lanes
         self._deadline = deadline if isinstance(deadline, float) else None
         self._packets = config.loss_unit == "packet"
-        self._exchange, self._ended = exchange, ended
+        self._exchange, self._diary = exchange, diary
         self._expected, self._came = 0 if among else 1, 0.0
         if among is not None:
             among.hold(1)
@@ -275,7 +286,7 @@ class Lane(Carrier):
     def end(self) -> None:
         if self.among is not None:
             self.among.hold(-1)
-        self._ended(self._exchange, self._expected, self._came)
+        self._diary.ended(self._exchange, self._expected, self._came)
 
     def scatter(self, pieces: torch.Tensor) -> tuple[torch.Tensor, np.ndarray]:
         if self.among is None or self.among.place is None:  # it gets nothing

@@ -433,7 +433,7 @@ class Connections:
         """Return the rates towards every other island."""
         return {pair.slot: rates for pair in self.pairs if (rates := pair.counters()[1])}
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Close all, once what was sent has left."""
         with self._changed:
             self.ended, pairs = True, self.pairs

@@ -30,7 +30,7 @@ from ...config import LossyConfig
 from ...recovery.rows import to_device
 from ...transport.leaving import PeerLost
 from ...transport.network import read_key_file
-from . import first_rank
+from . import copying, first_rank, unequal
 from .between_ranks import Parties, RankExchanges
 from .carrying import EpochView, Lane
 from .connections import Connections, Pair
@@ -42,7 +42,6 @@ from .membership.store import check_url, open_store
 from .monitor import Diary
 from .ranks import RankIslands
 from .rounds import MANY, MemberRounds, Rounds, Standing, epoch_of
-from .unequal import PartVector, held_state, parameters_of, put_state
 from .vector import Subset, Vector
 from .world import ElasticWorld
 
@@ -81,6 +80,7 @@ class ElasticIslands(RankIslands):
         self._jump = 0  # the iteration to go on with; 0: the next one
         self._visits = 0  # how often means have set each element of a listener, on all ranks, at least
         self._begun = 0  # how often this island has begun to listen
+        self._state: Any = copying if config.sync_ranks is None else unequal  # of whole shards, or of parts
         self._rejoining = Rejoining(world.island, world.rank, config.island_patience)
         self._copied = -1  # the number of the epoch whose copy has come to all ranks
         self._logged = self._loss = 0.0  # the training loss, as this rank has it, and as any rank
@@ -142,6 +142,7 @@ class ElasticIslands(RankIslands):
         if world.rank < ranks:
             every, store = first_rank.TIMES.poll, open_store(url, key)
             self._connections = Connections(config, store, me, world.rank, ranks, most, towards, every)
+            self._carriers.append(self._connections)
         self._standing.enter(iteration)
         if world.rank == 0:
             self._first_rank = FirstRank(self, me, open_store(url, key), iteration)
@@ -195,7 +196,7 @@ class ElasticIslands(RankIslands):
             source = source_of(self._slot, senders, self.config.islands)
             self._rejoining.receive(self._connections.among(entry)[source], number)
         exchange = now // self.config.sync_interval
-        self._wait_for(lambda first: True if first.near(exchange, entry) else None)
+        self._wait_for(lambda first: first.near(exchange, entry) or None)
         return now
 
     def _miss(self, now: int) -> None:
@@ -229,7 +230,7 @@ class ElasticIslands(RankIslands):
             logger.warning("island %d: its weights were the run's before the copy of island %d", self._slot, source)
             return
         self._settle()
-        put_state(self._vectors, self._inner, copy.values)
+        self._state.put_state(self._vectors, self._inner, copy.values)
         self._gather()
         self._restart()
         self._run.begin_equal()
@@ -291,16 +292,7 @@ class ElasticIslands(RankIslands):
         if self._connections is not None:
             self._connections.keep([known.entry for known in self._known[begun[-1] :]])
             pairs = self._connections.among(entry)
-        return EpochView(epoch_of(entry), begun[-1], self._slot, self._connections, pairs, self._loses)
-
-    def _loses(self, pair: Pair, waited: float) -> None:
-        """Note, on a thread, that ``pair`` was waited for in vain."""
-        why = pair.why or "it sends nothing"
-        self._diary.note("lost contact", with_island=pair.slot, seconds=round(waited, 3), why=why)
-        logger.warning(
-            "island %d: lost contact with island %d (%s); what it does not send in time counts as lost",
-            *(self._slot, pair.slot, why),
-        )
+        return EpochView(epoch_of(entry), begun[-1], self._slot, self._connections, pairs, self._diary)
 
     def end_iteration(self) -> None:
         """See :meth:`RankIslands.end_iteration`. A copy of this island gets its state as of an exchange."""
@@ -315,7 +307,7 @@ class ElasticIslands(RankIslands):
         mine = [slot for slot in listeners if source_of(slot, among.senders, self.config.islands) == self._slot]
         if mine:
             self._settle()
-            state = held_state(self._vectors, self._inner)
+            state = self._state.held_state(self._vectors, self._inner)
         for slot in mine if self._connections is not None else ():
             self._rejoining.serve(among.pairs[slot], state, now)
 
@@ -331,13 +323,12 @@ class ElasticIslands(RankIslands):
             if began is not None:
                 self._took.append(self._at - began)
             self._current = self._among(exchange - 1)
-            others = self._current is not None and len(self._current.epoch.slots) > 1
-            epoch = self._current.epoch if self._current is not None and others else None
+            epoch = None if self._current is None or self._current.alone else self._current.epoch
             self._diary.begin(exchange - 1, now, epoch, max(self._standing.slot.lag(now), 0))
         among = self._current
         self._standing.members = [] if among is None else [0]
         super()._exchange(number, *arguments)
-        if not left and among is not None and len(among.epoch.slots) > 1 and among.place is not None:
+        if not left and among is not None and not among.alone and among.place is not None:
             self._standing.sent(now)
 
     def local(self) -> Local:
@@ -381,7 +372,7 @@ class ElasticIslands(RankIslands):
     def _crossing(self, number: int, subset: Subset) -> RankExchanges:
         def parties(exchange: int) -> Parties:
             among = self._current
-            lane = Lane(self.config, among, number, exchange, self._diary.ended)
+            lane = Lane(self.config, among, number, exchange, self._diary)
             return Parties([self._slot], None, lane) if among is None else Parties(among.senders, among.place, lane)
 
         return RankExchanges(self.config, subset.stream, self._slot, parties, self._run.steps, self._tell)
@@ -390,7 +381,7 @@ class ElasticIslands(RankIslands):
         ranks = self.config.sync_ranks
         if ranks is None:
             return super()._vector(optimizer)
-        return PartVector(optimizer, ranks, optimizer.buffers[0].data_parallel_group, self._run.device)
+        return unequal.PartVector(optimizer, ranks, optimizer.buffers[0].data_parallel_group, self._run.device)
 
     def _make_rounds(self, *arguments: Any) -> Rounds[RankExchanges]:
         return MemberRounds(*arguments, presence=self._standing)
@@ -400,10 +391,6 @@ class ElasticIslands(RankIslands):
         if not self._standing.slot.listens:
             return MANY
         return min((rounds.visits(0) for rounds in self._built()), default=MANY)
-
-    @property
-    def carriers(self) -> Sequence[Any]:
-        return [self._connections] if self.config.observed and self._connections is not None else []
 
     # --- weights and saved state -------------------------------------------------------------------------------------
 
@@ -455,7 +442,7 @@ class ElasticIslands(RankIslands):
             self._first_rank = None
         self._rejoining.end()
         if self._connections is not None:
-            self._connections.end()
+            self._connections.close()
 
     # --- the flags ---------------------------------------------------------------------------------------------------
 
@@ -465,6 +452,7 @@ class ElasticIslands(RankIslands):
         found = {**identity(self.config), "save_consensus": self.config.save_consensus}
         layout: list[Any] = [self.world.size, [vector.size for vector in self._vectors]]
         if self.config.sync_ranks is not None:
-            layout = [list(parameter.shape) for optimizer in self._exchanging for parameter in parameters_of(optimizer)]
+            whole = map(unequal.parameters_of, self._exchanging)
+            layout = [list(parameter.shape) for parameters in whole for parameter in parameters]
         texts = {"--seed": self.world.seed, **self.world.alike, **texts_by_flag(self.config, found)}
         return {name: str(value) for name, value in texts.items()} | {"layout": json.dumps(layout)}

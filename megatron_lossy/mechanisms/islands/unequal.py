@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from . import copying
 from .copying import STEP, HostCopy
 from .vector import Segment, Vector
 
@@ -207,21 +206,15 @@ def _small(value: Any) -> Any:
     return value.detach().reshape(-1)[:1].cpu() if isinstance(value, torch.Tensor) and value.dim() else value
 
 
-def held_state(vectors: Sequence[Vector], optimizers: Sequence[Any]) -> dict[str, HostCopy | float]:
-    """Return :func:`.copying.held_state`, also of parts. A collective call of the island."""
-    parts = [vector for vector in vectors if isinstance(vector, PartVector)]
-    if not parts:
-        return copying.held_state(vectors, optimizers)
+def held_state(parts: Sequence[PartVector], _: Sequence[Any]) -> dict[str, HostCopy | float]:
+    """Return :func:`.copying.held_state` of parts. A collective call of the island."""
     found = dict[str, HostCopy | float]()
     for number, part in enumerate(parts):
         found |= part.held_state(str(number))
     return found
 
 
-def put_state(vectors: Sequence[Vector], optimizers: Sequence[Any], values: Mapping[str, torch.Tensor | float]) -> None:
+def put_state(parts: Sequence[PartVector], _: Sequence[Any], values: Mapping[str, torch.Tensor | float]) -> None:
     """Put ``values``, a :func:`held_state`, in the place of the present state. A collective call of the island."""
-    parts = [vector for vector in vectors if isinstance(vector, PartVector)]
-    if not parts:
-        copying.put_state(vectors, optimizers, values)
     for number, part in enumerate(parts):
         part.put_state(str(number), values)
