@@ -18,7 +18,7 @@ import torch
 
 from ...config import LossyConfig
 from ...transport.ends import end_for
-from ...transport.leaving import Departures, patiently
+from ...transport.leaving import Departures, PeerLost, patiently
 from .copying import PART
 from .flags import SYNC_PHASES
 from .mean import Codes, form_of, mean_of
@@ -247,15 +247,24 @@ class EpochView:
             *(self.slot, pair.slot, why),
         )
 
-    def mean(self, own: torch.Tensor, count: int) -> torch.Tensor:
-        """Return the mean of ``own`` [n], in host memory, over the senders, added up in their order. ``count``: see :meth:`.Connections.swap`.
+    def means(self, shards: Sequence[torch.Tensor], count: int) -> Sequence[torch.Tensor] | None:
+        """Return the means of ``shards`` [n] over the senders, added up in their order. ``count``: see :meth:`.Connections.swap`.
 
-        Raise :class:`PeerLost`.
+        Return ``None`` on an island that does not send, and if one of the others is lost.
         """
-        assert self.connections is not None
+        if self.place is None or self.connections is None:
+            return None
         others = {slot: self.pairs[slot] for slot in self.senders if slot != self.slot}
-        theirs = self.connections.swap(others, count, own)
-        return mean_of([theirs.get(slot, own) for slot in self.senders], None)
+        own = torch.cat([shard.detach().cpu() for shard in shards])
+        try:
+            theirs = self.connections.swap(others, count, own)
+        except PeerLost as error:
+            logger.warning(
+                "island %d: no mean of all islands' weights (%s); its own are in its place", self.slot, error
+            )
+            return None
+        mean = mean_of([theirs.get(slot, own) for slot in self.senders], None)
+        return mean.to(shards[0].device).split(list(map(len, shards)))
 
 
 class Lane(Carrier):

@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +28,6 @@ from ...base.fetch import Fetched
 from ...base.flags import identity, texts_by_flag
 from ...config import LossyConfig
 from ...recovery.rows import to_device
-from ...transport.leaving import PeerLost
 from ...transport.network import read_key_file
 from . import copying, first_rank, unequal
 from .between_ranks import Parties, RankExchanges
@@ -55,13 +54,6 @@ _SUMS = 4
 _RECENT = 20
 
 
-class EntryRole(NamedTuple):
-    """An entry, and the role in it."""
-
-    entry: Entry
-    role: str
-
-
 class ElasticIslands(RankIslands):
     """The exchanges of this rank with the same rank of whichever islands are there. ``world``: open by the first iteration."""
 
@@ -74,7 +66,7 @@ class ElasticIslands(RankIslands):
         self._current: EpochView | None = None  # the epoch of the latest exchange, if this island is in one
         self._standing = Standing(config.overlap)
         self._connections: Connections | None = None  # none on a rank that exchanges nothing
-        self._known: list[EntryRole] = []  # by all ranks
+        self._known: list[tuple[Entry, str]] = []  # entries, by all ranks, and the roles in them
         self._taken_up = 0  # how many of them
         self._served = -1  # the number of the latest one in which copies were sent
         self._jump = 0  # the iteration to go on with; 0: the next one
@@ -148,7 +140,7 @@ class ElasticIslands(RankIslands):
             self._first_rank = FirstRank(self, me, open_store(url, key), iteration)
             self._first_rank.begin()
         self._learn(self._wait_for(lambda first: first.begins))
-        self._diary.note("enters", at=iteration, run=self._known[-1].entry.first * config.sync_interval)
+        self._diary.note("enters", at=iteration, run=self._known[-1][0].first * config.sync_interval)
 
     def _wait_for(self, there: Callable[[FirstRank], Any]) -> Any:
         """Return ``there()`` of the first rank, once it is not ``None``. No call waits for that."""
@@ -171,7 +163,7 @@ class ElasticIslands(RankIslands):
         for text, role in texts:
             entry = read(Entry, text)
             assert entry is not None, text
-            self._known.append(EntryRole(entry, role))
+            self._known.append((entry, role))
             if self._connections is not None:
                 self._connections.among(entry)
 
@@ -259,7 +251,9 @@ class ElasticIslands(RankIslands):
             signal = signal or signals.SIGTERM
         # As bits, of which the largest are those of the largest loss. Only the last pipeline stage may have one.
         loss = int(np.float64(self._logged).view(np.int64))
-        said = np.array([signal, replaced, known, jump, -self._visits_here(), came, -least, loss], dtype=np.int64)
+        built = self._built() if self._standing.slot.listens else []
+        visits = min((rounds.visits(0) for rounds in built), default=MANY)  # of an element here by means
+        said = np.array([signal, replaced, known, jump, -visits, came, -least, loss], dtype=np.int64)
         all_said = to_device(said, device.current_device())
         work = dist.all_reduce(all_said, dist.ReduceOp.MAX, async_op=True)
 
@@ -282,15 +276,15 @@ class ElasticIslands(RankIslands):
 
     def _among(self, exchange: int) -> EpochView | None:
         """Return the epoch that ``exchange`` is made in: the newest that has begun."""
-        begun = [number for number, known in enumerate(self._known) if known.entry.first <= exchange]
+        begun = [number for number, (entry, _) in enumerate(self._known) if entry.first <= exchange]
         if not begun:
             return None
-        entry = self._known[begun[-1]].entry
+        entry, _ = self._known[begun[-1]]
         if self._current is not None and self._current.number == begun[-1]:
             return self._current
         pairs = dict[int, Pair]()
         if self._connections is not None:
-            self._connections.keep([known.entry for known in self._known[begun[-1] :]])
+            self._connections.keep([entry for entry, _ in self._known[begun[-1] :]])
             pairs = self._connections.among(entry)
         return EpochView(epoch_of(entry), begun[-1], self._slot, self._connections, pairs, self._diary)
 
@@ -386,28 +380,14 @@ class ElasticIslands(RankIslands):
     def _make_rounds(self, *arguments: Any) -> Rounds[RankExchanges]:
         return MemberRounds(*arguments, presence=self._standing)
 
-    def _visits_here(self) -> int:
-        """Return the least number of times that means have set an element here since the island began to listen."""
-        if not self._standing.slot.listens:
-            return MANY
-        return min((rounds.visits(0) for rounds in self._built()), default=MANY)
-
     # --- weights and saved state -------------------------------------------------------------------------------------
 
     def _means(self, shards: Sequence[torch.Tensor]) -> Sequence[torch.Tensor] | None:
         """Return the means of ``shards`` over the senders; ``None`` on listeners, and if islands do not meet."""
-        among, found = self._current, None
-        if among is not None and among.place is not None:
-            try:
-                # Islands that have left some out have the same numbers.
-                made, count = self._sums
-                self._sums = made, count = self._run.iteration, count + 1 if made == self._run.iteration else 0
-                mean = among.mean(torch.cat([shard.detach().cpu() for shard in shards]), made * _SUMS + count)
-                found = mean.to(device.current_device()).split(list(map(len, shards)))
-            except PeerLost as error:
-                logger.warning(
-                    "island %d: no mean of all islands' weights (%s); its own are in its place", self._slot, error
-                )
+        # Islands that have left some out have the same numbers.
+        made, count = self._sums
+        self._sums = made, count = self._run.iteration, count + 1 if made == self._run.iteration else 0
+        found = None if self._current is None else self._current.means(shards, made * _SUMS + count)
         everywhere = torch.tensor([int(found is not None)], device=device.current_device())
         dist.all_reduce(everywhere, dist.ReduceOp.MIN)
         return found if everywhere.item() else None
