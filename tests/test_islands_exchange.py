@@ -20,7 +20,7 @@ from megatron_lossy.mechanisms.islands import mean as means_in_memory
 from megatron_lossy.mechanisms.islands import vector as vectors
 from megatron_lossy.mechanisms.islands.between_ranks import Parties, RankExchanges
 from megatron_lossy.mechanisms.islands.flags import SYNC_PHASES
-from megatron_lossy.mechanisms.islands.mean import InMemory, form_of
+from megatron_lossy.mechanisms.islands.mean import Form, InMemory
 from megatron_lossy.mechanisms.islands.vector import Places, Segment, Vector, shard_vector
 from megatron_lossy.transport.base import draw
 
@@ -90,7 +90,7 @@ def test_pieces_that_leave_a_device(monkeypatch):
     """They are the pieces of host memory, to the bit, and are reported with the request for them or their mean."""
     random = torch.Generator().manual_seed(0)
     for form in map(
-        form_of, (LossyConfig(**TWO), LossyConfig(**TWO, sync_dtype="bf16"), LossyConfig(**TWO, sync_dtype="int8"))
+        Form, (LossyConfig(**TWO), LossyConfig(**TWO, sync_dtype="bf16"), LossyConfig(**TWO, sync_dtype="int8"))
     ):
         for islands, count in ((1, 3), (2, 4), (3, 10), (4, 2)):
             for value in (1.0, torch.inf):

@@ -26,7 +26,7 @@ from ...recovery.rows import to_device, used_here
 from ...transport.base import draw
 from .carrying import Carrier
 from .flags import SYNC_PHASES
-from .mean import Codes, Form, Mean, Rest, elements_of, finite_rows, form_of, mean_of, networks_between, owed_to
+from .mean import Form, Mean, Rest, elements_of, finite_rows, mean_of, networks_between, owed_to
 from .vector import Places
 
 _HOST = torch.device("cpu")
@@ -164,8 +164,8 @@ class RankExchanges:
         told: Callable[[Delivery], None],
     ) -> None:
         self._config, self._stream, self._island = config, stream, island
-        self._form = form_of(config)
-        self.rest = Rest() if isinstance(self._form, Codes) else None
+        self._form = Form(config)
+        self.rest = None if self._form.code is None else Rest()
         self._networks = networks_between(config, stream, steps)
         self._told, self._parties = told, parties
         names = ["megatron-lossy-islands"] * config.lanes

@@ -21,7 +21,7 @@ from ...transport.ends import end_for
 from ...transport.leaving import Departures, PeerLost, patiently
 from .copying import PART
 from .flags import SYNC_PHASES
-from .mean import Codes, form_of, mean_of
+from .mean import Form, mean_of
 from .monitor import Diary
 from .rounds import Epoch
 from .world import Meeting
@@ -93,12 +93,12 @@ class IslandLink(Carrier):
     ) -> None:
         self.name, self.rank = f"islands {name}", rank
         self._size, self._patience = size, _ = config.islands, patience
-        form = form_of(config)
+        form = Form(config)
         self._shard = shard = form.items(form.cut(-(-max(most, 1) // size)))
         bucket = (shard * form.dtype.itemsize, form.packet * form.dtype.itemsize)
         buckets = {phase: [bucket] for phase in SYNC_PHASES}
-        codes = {phase: str(form.code) for phase in SYNC_PHASES} if isinstance(form, Codes) else {}
-        alike = repr((config.sync_subset, list(range(size)), form.code if isinstance(form, Codes) else None))
+        codes = {} if form.code is None else dict.fromkeys(SYNC_PHASES, str(form.code))
+        alike = repr((config.sync_subset, list(range(size)), form.code))
         end = end_for(config)
         self._channel = end.open(
             self.name, rank, size, store, name, buckets, alike=alike, phases=SYNC_PHASES, codes=codes
@@ -174,7 +174,7 @@ class Buckets:
     """The messages of two islands that come and go, by their numbers. ``most``: by shard, the most elements of an exchange."""
 
     def __init__(self, config: LossyConfig, most: Sequence[int]) -> None:
-        form = form_of(config)
+        form = Form(config)
         self.packet, self._lanes, self._islands = form.packet, config.lanes, config.islands
         cuts = [
             form.cut(-(-max(elements, 1) // senders)) for elements in most for senders in range(1, config.islands + 1)
@@ -189,11 +189,10 @@ class Buckets:
             len(exchanges) + number: np.ones((2, -(-size // unit)), dtype=bool)
             for number, (size, _) in enumerate(parts)
         }
-        code = form.code if isinstance(form, Codes) else None
         #: Arguments of a channel, by name.
         self.named = {
-            "alike": repr((config.sync_subset, code)),
-            "codes": {} if code is None else dict.fromkeys(SYNC_PHASES, str(code)),
+            "alike": repr((config.sync_subset, form.code)),
+            "codes": {} if form.code is None else dict.fromkeys(SYNC_PHASES, str(form.code)),
             "reported": [(phase, number) for phase in SYNC_PHASES for number in self.must],
         }
 

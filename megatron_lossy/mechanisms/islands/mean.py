@@ -9,7 +9,7 @@ items of :attr:`Form.dtype`. Units of loss are runs of whole items, so that ever
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -28,43 +28,43 @@ from .flags import SYNC_PHASES
 from .vector import Places, read_at
 
 
-class Form(ABC):
-    """``dtype``: of the items of a message. ``packet``: items of a packet. ``blank``: in all items, it says that nothing is there."""
+class Form:
+    """The form of ``--sync-dtype``: numbers of a dtype, or whole numbers of ``code`` to nearest, in blocks that share a scale.
 
-    #: Whether values cross as they are.
-    exact = False
-    dtype: torch.dtype
-    packet: int
-    blank: float
+    ``dtype``: of the items of a message. ``packet``: items of a packet. ``blank``: in all items, it says that nothing is there. ``exact``:
+    whether values cross as they are.
+    """
 
     def __init__(self, config: LossyConfig) -> None:
         self._unit, self._packet_bytes = config.loss_unit, config.packet_bytes
+        self.dtype = torch.float32 if config.sync_dtype == "fp32" else torch.bfloat16
+        self.exact, self.blank = self.dtype == torch.float32, math.nan
+        self.packet = config.packet_bytes // self.dtype.itemsize
+        self.code, self._elements = None, None
+        if config.sync_bits:
+            self.code = BlockCode(config.sync_bits, config.wire_block)
+            self.dtype, self.blank = torch.uint8, 255  # scales of NaN
+            self._elements = self.code.elements(config.packet_bytes)
+            self.packet = self.code.size(self._elements)
 
     def cut(self, shard: int) -> BucketUnits:
         """Return the units of a shard of so many elements."""
         [units], _ = cut([shard], [self.dtype.itemsize], self._unit, self._packet_bytes, [self._elements])
         return units
 
-    @property
-    def _elements(self) -> int | None:
-        """Elements of a packet; ``None``: as many as items."""
-        return None
-
-    @abstractmethod
     def items(self, units: BucketUnits) -> int:
         """Return items of a shard that is cut as ``units``."""
+        return units.shard if self.code is None else self.code.payloads(units).shard
 
-    def bytes_of(self, shard: int) -> int:
-        """Return bytes of a shard of so many elements."""
-        return self.items(self.cut(shard)) * self.dtype.itemsize
-
-    @abstractmethod
     def encode(self, values: torch.Tensor, units: BucketUnits, rows: torch.Tensor) -> None:
         """Put ``values`` float32[R, shard] into ``rows`` [R, items]."""
+        rows.copy_(values if self.code is None else self.code.encode(values, units))
 
-    @abstractmethod
     def decode(self, rows: torch.Tensor, units: BucketUnits) -> torch.Tensor:
         """Return float32[R, shard]: the values of ``rows`` [R, items]."""
+        if self.code is None:
+            return rows.float()
+        return self.code.decode(rows, units, torch.empty(len(rows), units.shard, device=rows.device))
 
     def round_(self, values: torch.Tensor, units: BucketUnits) -> torch.Tensor:
         """Replace ``values`` float32[R, shard] by those that arrive, and return them."""
@@ -73,67 +73,14 @@ class Form(ABC):
         return values.copy_(self.decode(rows, units))
 
 
-class Plain(Form):
-    """Numbers of ``dtype``."""
-
-    blank = float("nan")
-
-    def __init__(self, config: LossyConfig, dtype: torch.dtype) -> None:
-        super().__init__(config)
-        self.dtype, self.packet = dtype, config.packet_bytes // dtype.itemsize
-        self.exact = dtype == torch.float32
-
-    def items(self, units: BucketUnits) -> int:
-        return units.shard
-
-    def encode(self, values: torch.Tensor, units: BucketUnits, rows: torch.Tensor) -> None:
-        rows.copy_(values)
-
-    def decode(self, rows: torch.Tensor, units: BucketUnits) -> torch.Tensor:
-        return rows.float()
-
-
-class Codes(Form):
-    """Whole numbers of ``code`` to nearest, in blocks that share a scale."""
-
-    dtype = torch.uint8
-    blank = 255  # scales of NaN
-
-    def __init__(self, config: LossyConfig, code: BlockCode) -> None:
-        super().__init__(config)
-        self.code = code
-        self.packet = code.size(code.elements(config.packet_bytes))
-
-    @property
-    def _elements(self) -> int:
-        return self.code.elements(self._packet_bytes)
-
-    def items(self, units: BucketUnits) -> int:
-        return self.code.payloads(units).shard
-
-    def encode(self, values: torch.Tensor, units: BucketUnits, rows: torch.Tensor) -> None:
-        rows.copy_(self.code.encode(values, units))
-
-    def decode(self, rows: torch.Tensor, units: BucketUnits) -> torch.Tensor:
-        values = torch.empty(len(rows), units.shard, device=rows.device)
-        return self.code.decode(rows, units, values)
-
-
-def form_of(config: LossyConfig) -> Form:
-    """Return the form of ``--sync-dtype``."""
-    if config.sync_bits:
-        return Codes(config, BlockCode(config.sync_bits, config.wire_block))
-    return Plain(config, torch.float32 if config.sync_dtype == "fp32" else torch.bfloat16)
-
-
 def bytes_sent(config: LossyConfig, count: int, among: tuple[int, int] | None = None) -> float:
     """Return the bytes that a sender sends in an exchange of ``count`` elements.
 
     ``among``: the numbers of senders and receivers; ``None``: all islands are both.
     """
-    senders, receivers = among or (config.islands, config.islands)
+    form, (senders, receivers) = Form(config), among or (config.islands, config.islands)
     shard = -(-count // senders)
-    return theory.bytes_sent(count, senders, form_of(config).bytes_of(shard) / shard, receivers)
+    return theory.bytes_sent(count, senders, form.items(form.cut(shard)) * form.dtype.itemsize / shard, receivers)
 
 
 class Rest:
@@ -213,8 +160,8 @@ class InMemory:
 
     def __init__(self, config: LossyConfig, stream: Stream, steps: int | None) -> None:
         self._config, self._stream = config, stream
-        self._form = form_of(config)
-        self.rest = Rest() if isinstance(self._form, Codes) else None
+        self._form = Form(config)
+        self.rest = None if self._form.code is None else Rest()
         self._networks = networks_between(config, stream, steps)
         self.deliveries: list[Delivery] = []
         self._senders: Sequence[int] = range(config.islands)
