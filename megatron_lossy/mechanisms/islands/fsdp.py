@@ -113,11 +113,8 @@ class FSDPIslands(ExchangingRank):
 
     # --- weights and state -----------------------------------------------------------------------------------------
 
-    def consensus_weights(self) -> contextlib.AbstractContextManager[None]:
-        return self._consensus()
-
     @contextlib.contextmanager
-    def _consensus(self) -> Iterator[None]:
+    def consensus_weights(self) -> Iterator[None]:
         run = self._run
         run.settle()
         kept = [replica.clone() for _, replica, _ in run.gathered()]

@@ -323,11 +323,8 @@ class RankIslands(ExchangingRank):
             for bucket, group in self._buckets:
                 all_gather_single(bucket.param_data, own_shard(bucket, group.rank(), group.size()).clone(), group=group)
 
-    def consensus_weights(self) -> contextlib.AbstractContextManager[bool]:
-        return self.consensus()
-
     @contextlib.contextmanager
-    def consensus(self) -> Iterator[bool]:
+    def consensus_weights(self) -> Iterator[bool]:
         """Return a context with the mean of the islands' owners' weights in the model; with false, with their own.
 
         A collective call of all islands.
@@ -368,11 +365,27 @@ class RankIslands(ExchangingRank):
     # --- saving ----------------------------------------------------------------------------------------------------
 
     def rewind(self, folder: str) -> str | None:
-        return rewind(folder, self.world, self.total)
+        """See :meth:`.JobGroup.rewind`.
+
+        If an island has no checkpoint at all, nothing is changed, and the loaded iterations will be refused: it may be the wrong folder.
+        """
+        latest = self._of_all(latest_iteration(folder) or 0)
+        common = min(latest)
+        if len(set(latest)) == 1 or not common or not all(self._of_all(iteration_folder(folder, common).is_dir())):
+            return None
+        dist.barrier()  # now all have read
+        if dist.get_rank() == 0 and latest[self.world.island] != common:
+            write_text(iteration_folder(folder, common).with_name(TRACKER), str(common))
+        dist.barrier()
+        return f"islands had saved iterations {', '.join(map(str, latest))}: all go on from {common}"
+
+    def _of_all(self, value: int) -> list[int]:
+        """Return the ``value`` of each island. A collective call of the ranks with this place in each."""
+        return self._control.all_gather(torch.tensor([value])).view(-1).tolist()
 
     def restart(self, iteration: int) -> None:
         """Raise :class:`UsageError` unless all islands were loaded at the same ``iteration``. A collective call."""
-        found = self._control.all_gather(torch.tensor([iteration])).view(-1).tolist()
+        found = self._of_all(iteration)
         if len(set(found)) > 1:
             them = ", ".join(f"island {number} has {loaded}" for number, loaded in enumerate(found))
             raise refuse("--load", f"iteration {iteration}", f"{them}; write one that all have into their trackers")
@@ -381,27 +394,3 @@ class RankIslands(ExchangingRank):
         for hook in self._hooks:
             hook.remove()
         super().close()
-
-
-def rewind(folder: str, world: IslandWorld, total: Callable[[torch.Tensor], torch.Tensor]) -> str | None:
-    """Let all islands load the newest checkpoint that each has, if some have a newer one. A collective call of all.
-
-    ``folder``: of this rank's island, from which the run goes on. ``total``: adds up over islands. Return a line to
-    report. If an island has no checkpoint at all, nothing is changed, and the loaded iterations will be refused: it may
-    be the wrong folder.
-    """
-    latest = _of_all(latest_iteration(folder) or 0, world, total)
-    common = min(latest)
-    if len(set(latest)) == 1 or not common or not all(_of_all(iteration_folder(folder, common).is_dir(), world, total)):
-        return None
-    torch.distributed.barrier()  # now all have read
-    if torch.distributed.get_rank() == 0 and latest[world.island] != common:
-        write_text(iteration_folder(folder, common).with_name(TRACKER), str(common))
-    torch.distributed.barrier()
-    return f"islands had saved iterations {', '.join(map(str, latest))}: all go on from {common}"
-
-
-def _of_all(value: int, world: IslandWorld, total: Callable[[torch.Tensor], torch.Tensor]) -> list[int]:
-    mine = torch.zeros(world.islands, dtype=torch.int64)
-    mine[world.island] = value
-    return total(mine).tolist()
