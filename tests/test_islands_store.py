@@ -19,7 +19,7 @@ from megatron_lossy.base.errors import UsageError
 from megatron_lossy.mechanisms.islands.membership import coordinator
 from megatron_lossy.mechanisms.islands.membership.coordinator import Dictionary, Server, Watcher, open_journal
 from megatron_lossy.mechanisms.islands.membership.messages import Beat, Entry, Slot, write
-from megatron_lossy.mechanisms.islands.membership.store import NAME, Gateway, Unreachable, open_store, tls_of
+from megatron_lossy.mechanisms.islands.membership.store import NAME, Store, Unreachable, open_store, tls_of
 from tests.coordinator import KEY, Coordinator, Etcd
 
 pytest.importorskip("cryptography")
@@ -186,7 +186,7 @@ def test_an_answer_that_never_ends_holds_no_call():
         thread = threading.Thread(target=trickle, args=[listening], daemon=True)
         thread.start()
         with pytest.raises(Unreachable, match="no answer within 2 s"):
-            Gateway([listening.getsockname()], "run").get("a")
+            Store([listening.getsockname()], "run").get("a")
         over.set()
         thread.join()
 
@@ -448,4 +448,4 @@ def test_stores_and_their_ports():
         open_store("tcp://host/run", None)
     assert open_store("tcp://host/run", KEY)._hosts == [("host", 29510)]
     assert open_store("etcd://[::1]:9,b/run", None)._hosts == [("::1", 9), ("b", 2379)]
-    assert isinstance(open_store("etcd://a/run", None), Gateway)
+    assert isinstance(open_store("etcd://a/run", None), Store)
