@@ -8,6 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -105,12 +106,19 @@ def test_islands_stop_after_the_same_iteration(ranks, settings, loss, data, tmp_
     assert latest_iteration(tmp_path / "consensus") is not None
 
 
+def worlds(islands, store):
+    """Return the worlds of the first ranks of ``islands``, which meet in ``store``."""
+    return [
+        SimpleNamespace(store=lambda *_: store, island=island, islands=islands, rank=0) for island in range(islands)
+    ]
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_all_stop_after_the_same_iteration_whichever_is_told_when(seed):
     """Islands of their own pace, stopped far apart or not at all."""
     random = np.random.default_rng(seed)
-    islands, length, store = int(random.integers(2, 5)), 200, torch.distributed.HashStore()
-    stoppings = [Stopping(store, island, islands) for island in range(islands)]
+    islands, length = int(random.integers(2, 5)), 200
+    stoppings = [Stopping(world) for world in worlds(islands, torch.distributed.HashStore())]
     told = {} if seed % 4 == 0 else {int(random.integers(islands)): int(random.integers(1, length)) for _ in range(2)}
     pace = random.uniform(0.0, 0.002, islands)
 
@@ -142,13 +150,13 @@ def begin_late(rank: int) -> tuple[int, int]:
     world.open(device.init_process_group, timedelta(seconds=2))
     if rank:
         time.sleep(5)
-    stopping = Stopping(world.store("stop"), rank, 2)
+    stopping = Stopping(world)
     stopping.stop(15)
     while not (known := stopping.begin())[1]:
         time.sleep(0.01)
     if not rank:
         time.sleep(5)
-    world.wait_for_first(stopping.leave)
+    stopping.leave()
     return known
 
 
@@ -162,11 +170,11 @@ def leave_late(rank: int) -> float:
     """Let the first rank of one of two islands finish 5 s later; the world's time is 2 s."""
     world = IslandWorld(2)
     world.open(device.init_process_group, timedelta(seconds=2))
-    stopping = Stopping(None if world.rank else world.store("stop"), world.island, 2)
+    stopping = Stopping(world)
     began = time.monotonic()
     if rank == 2:
         time.sleep(5)
-    world.wait_for_first(stopping.leave)
+    stopping.leave()
     return time.monotonic() - began
 
 
@@ -180,7 +188,8 @@ def test_what_goes_wrong_between_islands_is_raised_by_the_next_iteration():
         def check(self, keys: list[str]) -> bool:
             raise RuntimeError("connection closed by peer")
 
-    stopping = Stopping(Broken())
+    [world, _] = worlds(2, Broken())
+    stopping = Stopping(world)
     stopping._thread.join()
     with pytest.raises(RuntimeError, match="closed by peer"):
         stopping.begin()

@@ -210,15 +210,14 @@ class RankIslands(ExchangingRank):
         if "_stopping" not in vars(self) or not dist.is_initialized():  # nothing was exchanged, or that is over
             return
         with self._waiting():
-            self.world.wait_for_first(self._stopping.leave)
+            self._stopping.leave()
             dist.barrier()
 
     # --- building --------------------------------------------------------------------------------------------------
 
     @functools.cached_property
     def _stopping(self) -> Stopping:
-        world = self.world
-        return Stopping(None if world.rank else world.store("stop"), world.island, world.islands)
+        return Stopping(self.world)
 
     def _built(self) -> list[Rounds[RankExchanges]]:
         if self._rounds is None:

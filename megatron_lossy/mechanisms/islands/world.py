@@ -71,20 +71,11 @@ class IslandWorld:
         """Return the seconds that a rank waits for another one."""
         return self._timeout.total_seconds()
 
-    def wait_for_first(self, first_is_through: Callable[[], None]) -> None:
-        """Call ``first_is_through`` on the first rank of the island; the others wait until it returns."""
-        store = torch.distributed.PrefixStore(f"{self._prefix}/{self.island}/through", _store)
-        if not self.rank:
-            first_is_through()
-            store.set("done", "1")
-            return
-        with contextlib.suppress(torch.distributed.DistError):  # the serving rank leaves when all are through
-            while not store.check(["done"]):
-                time.sleep(_LOOK)
-
-    def store(self, name: str) -> Any:
-        """Return a store of the ranks with this one's place in every island alone. ``name``: its purpose, unique."""
-        return torch.distributed.PrefixStore(f"{self._prefix}/meet/{self.rank}/{name}", _store)
+    def store(self, name: str, rank: int | None = None) -> Any:
+        """Return a store of the ranks with this one's place in every island, or with the place ``rank``. ``name``: its purpose, unique."""
+        return torch.distributed.PrefixStore(
+            f"{self._prefix}/meet/{self.rank if rank is None else rank}/{name}", _store
+        )
 
     def meet(self, name: str) -> Meeting:
         """Return a group of the ranks with this place in each island. A collective call of these. ``name``: unique."""
@@ -151,25 +142,23 @@ class Meeting:
 
 
 class Stopping:
-    """The knowledge of one rank about stopping.
+    """The knowledge of one rank of ``world`` about stopping. The first ranks of all islands agree in the store, on threads.
 
-    ``store``: of the first ranks of all islands, on that of ``island`` of ``islands``; ``None`` on other ranks. Iterations are counted from
-    1, beginning where this process began; all islands begin alike.
+    Iterations are counted from 1, beginning where this process began; all islands begin alike.
     """
 
-    def __init__(self, store: Any = None, island: int = 0, islands: int = 1) -> None:
-        #: The signal to stop, as far as it is known here; 0: none.
-        self._number = 0
+    def __init__(self, world: IslandWorld) -> None:
+        self._number = 0  # the signal to stop, as far as it is known here; 0: none
         self._changed = threading.Condition()
         self._begun = 0
         self._over = False
         self._most: int | None = None  # iterations that may begin before the last one is known
         self._last: int | None = None
         self._error: BaseException | None = None
-        self._thread: threading.Thread | None = None
-        if store is not None:
-            arguments = store, island, islands
-            self._thread = threading.Thread(target=self._run, args=arguments, name="megatron-lossy-stop", daemon=True)
+        self._store, self._island, self._islands = world.store("stop", 0), world.island, world.islands
+        self._thread = threading.Thread(target=self._run, name="megatron-lossy-stop", daemon=True)
+        self._first = world.rank == 0
+        if self._first:
             self._thread.start()
 
     def stop(self, number: int) -> None:
@@ -192,50 +181,49 @@ class Stopping:
 
     def leave(self) -> None:
         """Wait, after the last iteration, until all islands are there: they may still need data from this one."""
-        if self._thread is not None:
-            with self._changed:
-                self._over = True
-                self._changed.notify_all()
+        with self._changed:
+            self._over = True
+            self._changed.notify_all()
+        if self._first:
             self._thread.join()
             self._check()
+        with contextlib.suppress(torch.distributed.DistError):  # the serving rank leaves when all are there
+            self._wait_for("over")
 
     def _check(self) -> None:
         if self._error is not None:
             raise self._error
 
-    def _run(self, store: Any, island: int, islands: int) -> None:
+    def _run(self) -> None:
         try:
-            self._agree(store, island, islands)
+            self._agree()
             with self._changed:
                 self._changed.wait_for(lambda: self._over)
-            store.set(f"over/{island}", "")
-            with contextlib.suppress(torch.distributed.DistError):  # the serving rank leaves when all are there
-                _wait_for(store, "over", islands)
+            self._store.set(f"over/{self._island}", "")
         except BaseException as error:
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
 
-    def _agree(self, store: Any, island: int, islands: int) -> None:
+    def _agree(self) -> None:
         while not self._number and not self._over:
-            if store.check(["stop"]):
-                self.stop(int(store.get("stop")))
+            if self._store.check(["stop"]):
+                self.stop(int(self._store.get("stop")))
             with self._changed:
                 self._changed.wait_for(lambda: self._number or self._over, _LOOK)
         with self._changed:
             self._most, number = self._begun, self._number
             last = self._begun if self._over else self._begun + 1  # the next one begins once all ranks can have it
         if number:
-            store.set("stop", str(number))
-        store.set(f"last/{island}", f"{last} {number}")
-        _wait_for(store, "last", islands)
-        found = [store.get(f"last/{other}").decode().split() for other in range(islands)]
+            self._store.set("stop", str(number))
+        self._store.set(f"last/{self._island}", f"{last} {number}")
+        self._wait_for("last")
+        found = [self._store.get(f"last/{island}").decode().split() for island in range(self._islands)]
         with self._changed:
             self._number = max(int(number) for _, number in found)
             self._last = max(int(last) for last, _ in found)
             self._changed.notify_all()
 
-
-def _wait_for(store: Any, what: str, islands: int) -> None:
-    while not store.check([f"{what}/{island}" for island in range(islands)]):
-        time.sleep(_LOOK)
+    def _wait_for(self, what: str) -> None:
+        while not self._store.check([f"{what}/{island}" for island in range(self._islands)]):
+            time.sleep(_LOOK)
