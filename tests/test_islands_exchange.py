@@ -182,8 +182,6 @@ def test_as_islands_in_one_process(islands, flags, broken):
             arrived = here(mean)
             assert torch.equal(arrived, here(expected, island))
             assert torch.equal(mean.values[arrived], expected.values[arrived])
-            if config.sync_dtype == "bf16":
-                assert torch.equal(mean.owed[0][arrived], expected.owed[island][arrived])
             if broken is None:
                 for mine, all_of_them in zip(told[island], together.deliveries, strict=True):
                     assert mine.exchange == all_of_them.exchange and list(mine.receivers) == [island]

@@ -26,7 +26,7 @@ from ...recovery.rows import to_device, used_here
 from ...transport.base import draw
 from .carrying import Carrier
 from .flags import SYNC_PHASES
-from .mean import Form, Mean, Rest, elements_of, finite_rows, mean_of, networks_between, owed_to
+from .mean import Form, Mean, Rest, elements_of, finite_rows, mean_of, networks_between
 from .vector import Places
 
 _HOST = torch.device("cpu")
@@ -165,7 +165,7 @@ class RankExchanges:
     ) -> None:
         self._config, self._stream, self._island = config, stream, island
         self._form = Form(config)
-        self.rest = None if self._form.code is None else Rest()
+        self.rest = None if self._form.exact else Rest()
         self._networks = networks_between(config, stream, steps)
         self._told, self._parties = told, parties
         names = ["megatron-lossy-islands"] * config.lanes
@@ -235,23 +235,18 @@ class RankExchanges:
         reduced = _complete(rows, units, drawn[0], arrived)
         here = None if reduced.all() else elements_of(reduced[None], units, rows.device)
         exact = mean_of(rows[:, None], here)[0]
-        sent, mean = self._message(task, exact, reduced.any(axis=0))
-        gathered, arrived = parties.carrier.gather(sent)
+        gathered, arrived = parties.carrier.gather(self._message(task, exact, reduced.any(axis=0)))
         values = self._form.decode(gathered, units)
         complete = _complete(values, units, drawn[1], arrived)
         lossless = complete.all() and drawn[0] is None and drawn[1] is None
         with aside(device):
-            # As units, and without the zeros that are owed to others: the device makes elements of them.
+            # As units: the device makes elements of them.
             back = None if lossless else elements_of(complete[None], units, device)[0].reshape(-1)
-            owed = None
-            if self.rest is None and not self._form.exact and parties.place is not None:
-                rest = to_device((exact - mean)[None], device)
-                owed = owed_to([parties.place], rest, len(parties.senders))
-            mine = Mean(to_device(values.reshape(-1), device), back, owed)
+            mine = Mean(to_device(values.reshape(-1), device), back)
         return Outcome(mine, CopyMark(device), [reduced, complete])
 
-    def _message(self, task: Task, exact: torch.Tensor, averaged: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the message of the own means [items], and as they arrive [shard]. ``averaged`` bool[units]."""
+    def _message(self, task: Task, exact: torch.Tensor, averaged: np.ndarray) -> torch.Tensor:
+        """Return the message [items] of the own means ``exact`` [shard]. ``averaged`` bool[units]."""
         units, place = task.pieces.units, task.parties.place
         sent = torch.empty(self._form.items(units), dtype=self._form.dtype)
 
@@ -262,11 +257,11 @@ class RankExchanges:
         there = None if averaged.all() else elements_of(averaged[None, None], units, exact.device)[0, 0]
         if task.rest is not None and place is not None:
             task.before.wait()
-            mean = task.rest.crossing(0, place, task.places, task.pieces.count, exact, there, crosses)
+            task.rest.crossing(0, place, task.places, task.pieces.count, exact, there, crosses)
             task.rounded.set()
         else:  # elements without a sender have no mean; NaN marks them for the others
-            mean = crosses(exact if there is None else exact.masked_fill(~there, torch.nan))
-        return sent, mean
+            crosses(exact if there is None else exact.masked_fill(~there, torch.nan))
+        return sent
 
     def close(self) -> None:
         """End the exchanges: those that all islands have begun come to their end."""
@@ -311,11 +306,7 @@ class Waiting:
         if self._mean is None:
             crossed = self._future.result()
             self.tell(crossed)
-            (values, arrived, owed), count = crossed.mean, len(self._own)
-            crossed.brought.use(values, arrived, owed)
-            self._mean = Mean(
-                values[:count],
-                None if arrived is None else arrived[None, :count],
-                None if owed is None else owed[:, :count],
-            )
+            (values, arrived), count = crossed.mean, len(self._own)
+            crossed.brought.use(values, arrived)
+            self._mean = Mean(values[:count], None if arrived is None else arrived[None, :count])
         return self._mean

@@ -86,7 +86,7 @@ def bytes_sent(config: LossyConfig, count: int, among: tuple[int, int] | None = 
 class Rest:
     """The rests of means of the islands of this process, numbered from 0: float32[size] each, on the device that makes means.
 
-    An owner keeps, for the next mean of the same element, what codes take from one: with the rest r of an element, m = Q(mean + r)
+    An owner keeps, for the next mean of the same element, what rounding takes from one: with the rest r of an element, m = Q(mean + r)
     crosses, and r becomes mean + r - m. So the means of an element that crossed add up to those before rounding, but for one rounding,
     however many they are.
     """
@@ -141,14 +141,11 @@ class Rest:
 class Mean(NamedTuple):
     """The result of an exchange. ``values`` [k]: the owners' means.
 
-    ``arrived`` bool[islands of this process, k], or ``None`` if all arrived everywhere. ``owed`` [islands of this
-    process, k], or ``None`` if nothing was rounded, or owners keep it for their next means (:class:`.Rest`): an owner adds it to its own
-    copy of a mean, so that all islands together get the mean before rounding.
+    ``arrived`` bool[islands of this process, k], or ``None`` if all arrived everywhere.
     """
 
     values: torch.Tensor
     arrived: torch.Tensor | None
-    owed: torch.Tensor | None = None
 
     def wait(self) -> Mean:
         """Return this mean, which is a :class:`Pending` that has ended."""
@@ -161,7 +158,7 @@ class InMemory:
     def __init__(self, config: LossyConfig, stream: Stream, steps: int | None) -> None:
         self._config, self._stream = config, stream
         self._form = Form(config)
-        self.rest = None if self._form.code is None else Rest()
+        self.rest = None if self._form.exact else Rest()
         self._networks = networks_between(config, stream, steps)
         self.deliveries: list[Delivery] = []
         self._senders: Sequence[int] = range(config.islands)
@@ -194,22 +191,22 @@ class InMemory:
             if arrived is not None
         ]
         here = None if reduced is None else elements_of(reduced, units, sent.device)
-        exact = mean_of(crossing.view(owners, owners, shard), here)  # [owners, shard]
-        rounded, owed = exact, None
+        means = mean_of(crossing.view(owners, owners, shard), here)  # [owners, shard]
         if self.rest is not None:
-            rounded = self._coded(self.rest, exact, units, here, places, count)
-        elif not self._form.exact:
-            rounded = self._form.round_(exact.clone(), units)
-            owed = _of_slots(owed_to(range(owners), exact - rounded, owners)[:, :count], senders, islands)
-        values = rounded.view(-1)[:count]
+            means = self._rounded(self.rest, means, units, here, places, count)
+        values = means.view(-1)[:count]
         if not self.deliveries:
-            return Mean(values, None, owed)
+            return Mean(values, None)
         if gathered is None:
             gathered = np.ones((len(receivers), owners, units.count), dtype=bool)
         back = elements_of(gathered, units, sent.device).reshape(len(receivers), -1)[:, :count]
-        return Mean(values, _of_slots(back, receivers, islands), owed)
+        if len(receivers) == islands:
+            return Mean(values, back)
+        arrived = back.new_zeros(islands, count)
+        arrived[receivers] = back
+        return Mean(values, arrived)
 
-    def _coded(
+    def _rounded(
         self,
         rest: Rest,
         exact: torch.Tensor,
@@ -259,15 +256,6 @@ class InMemory:
         return arrived
 
 
-def _of_slots(rows: torch.Tensor, slots: Sequence[int], islands: int) -> torch.Tensor:
-    """Return ``rows`` [n, k] of ``slots`` as [islands, k], with zeros for the others."""
-    if len(slots) == islands:
-        return rows
-    result = rows.new_zeros(islands, rows.shape[1])
-    result[slots] = rows
-    return result
-
-
 def networks_between(config: LossyConfig, stream: Stream, steps: int | None) -> dict[str, Network]:
     """Return the networks between islands, by phase. Raise :class:`UsageError` for a channel that cannot serve them."""
     networks = {phase: Network(config, phase, config.islands) for phase in SYNC_PHASES}
@@ -290,14 +278,6 @@ def mean_of(sent: Any, arrived: torch.Tensor | None) -> torch.Tensor:
         total += values
     count = len(sent) if arrived is None else arrived.sum(dim=1).clamp_(min=1)
     return total / count
-
-
-def owed_to(owners: Sequence[int], rest: torch.Tensor, islands: int) -> torch.Tensor:
-    """Return :attr:`Mean.owed` [owners, islands x shard]. ``rest`` [owners, shard]: removed by rounding."""
-    owed = torch.zeros(len(owners), islands, rest.shape[1], device=rest.device)
-    for row, owner in enumerate(owners):
-        owed[row, owner] = islands * rest[row]
-    return owed.flatten(1)
 
 
 def finite_rows(rows: torch.Tensor) -> np.ndarray:

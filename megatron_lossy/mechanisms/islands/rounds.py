@@ -142,11 +142,8 @@ class Rounds(Generic[Between]):
         for island in self._takers(flight):
             vector = self.vectors[island]
             arrived = None if mean.arrived is None else mean.arrived[island]
-            values = mean.values
-            if mean.owed is not None and self.rule.keeps_rest:
-                values = values + mean.owed[island]
             snapshot = None if flight.snapshot is None else flight.snapshot[island]
-            result = Result(flight.sent[island], values, arrived, places, snapshot, step)
+            result = Result(flight.sent[island], mean.values, arrived, places, snapshot, step)
             vector.write(places, self.rule.apply(island, vector.read(places), result))
 
     def _takers(self, flight: Flight) -> Sequence[int]:
