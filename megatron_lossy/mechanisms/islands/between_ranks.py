@@ -54,34 +54,23 @@ class Pieces:
         if not form.exact:
             own.copy_(form.decode(rows, self.units).view(-1)[: len(own)])
         present = finite([own])
-        self._present: bool | Fetched = bool(present) if self.here else Fetched(present)  # before the long copy
-        self._rows: torch.Tensor | Fetched = rows
-        if not self.here:
-            self._leave(rows.masked_fill_(~present, form.blank))
-        elif not self._present:
-            rows.fill_(form.blank)
-
-    @property
-    def present(self) -> bool:
-        """Whether all values are finite."""
-        if isinstance(self._present, Fetched):
-            self._present = bool(self._present.wait())
-        return self._present
-
-    @property
-    def rows(self) -> torch.Tensor:
-        """[M, items], in host memory."""
-        if isinstance(self._rows, Fetched):
-            self._rows = torch.from_numpy(self._rows.wait()).view(self._dtype)
-        return self._rows
-
-    def _leave(self, rows: torch.Tensor) -> None:
-        """Begin to copy ``rows`` to the host. Nothing depends on the values."""
+        self._present = Fetched(present)  # before the long copy
+        rows.masked_fill_(~present, form.blank)
         if rows.device.type == "cuda":
             stream_aside(rows.device).wait_stream(torch.cuda.current_stream(rows.device))
         with aside(rows.device):
             used_here((rows,))
             self._rows = Fetched(rows.view(_BITS[rows.element_size()]))  # NumPy has no bfloat16
+
+    @property
+    def present(self) -> bool:
+        """Whether all values are finite."""
+        return bool(self._present.wait())
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """[M, items], in host memory."""
+        return torch.from_numpy(self._rows.wait()).view(self._dtype)
 
 
 class CopyMark:
