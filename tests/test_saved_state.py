@@ -58,7 +58,7 @@ WALKED = {
     "mechanisms.compression.monitor.WireMonitor": "test_compression.py, saved and resumed",
     "mechanisms.islands.monitor.IslandMonitor": "test_islands_train.py, saved and resumed",
     "mechanisms.islands.elastic.ElasticIslands": "test_islands_apart.py, all die",
-    "mechanisms.islands.ranks.RankIslands": "test_islands_ranks.py, saved and resumed",
+    "mechanisms.islands.ranks.ExchangingRank": "test_islands_ranks.py, saved and resumed",
     "mechanisms.islands.fsdp.FSDPIslands": "test_pytorch_islands.py, saved and resumed",
     "run.mechanism.Part": "no state of its own: test_islands_ranks.py",
     "lab.async_pipeline.stage.Stash": "test_async_pipeline.py, saved and resumed",
