@@ -68,7 +68,7 @@ class VirtualIslands(Run, JobGroup):
         self._monitor = IslandMonitor(self._spread)
         self.observers = [self._monitor]
         self._kept: list[list[torch.Tensor]] = []  # by island, the parameters of each bucket
-        self._rounds: list[Rounds[InMemory]] = []  # by shard of the weights
+        self._rounds: list[Rounds] = []  # by shard of the weights
         self._random: dict[int, dict[str, Any]] = {}
 
     # --- building --------------------------------------------------------------------------------------------------
@@ -117,7 +117,7 @@ class VirtualIslands(Run, JobGroup):
         """The islands that the mean is of."""
         return range(len(self.clusters))
 
-    def _make_rounds(self, *arguments: Any) -> Rounds[InMemory]:
+    def _make_rounds(self, *arguments: Any) -> Rounds:
         """Return the exchanges of a shard."""
         return Rounds(*arguments)
 

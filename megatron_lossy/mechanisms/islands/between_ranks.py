@@ -164,7 +164,7 @@ class RankExchanges:
         self._untold: Waiting | None = None
 
     def begin(self, step: int, sent: torch.Tensor, places: Places | None = None) -> Waiting:
-        """Begin the exchange of ``sent`` float32[1, k] at ``places``, keyed by the iteration ``step``. See :class:`.Crossing`."""
+        """Begin the exchange of ``sent`` float32[1, k]. See :meth:`.InMemory.begin`."""
         [own] = sent
         exchange = (step + 1) // self._config.sync_interval - 1
         parties = self._parties(exchange)

@@ -377,7 +377,7 @@ class ElasticIslands(RankIslands):
             return super()._vector(optimizer)
         return unequal.PartVector(optimizer, ranks, optimizer.buffers[0].data_parallel_group, self._run.device)
 
-    def _make_rounds(self, *arguments: Any) -> Rounds[RankExchanges]:
+    def _make_rounds(self, *arguments: Any) -> Rounds:
         return MemberRounds(*arguments, presence=self._standing)
 
     # --- weights and saved state -------------------------------------------------------------------------------------

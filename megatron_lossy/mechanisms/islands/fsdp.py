@@ -18,7 +18,6 @@ import torch.distributed as dist
 from ...base.device import all_gather_single
 from ...base.errors import refuse
 from ...config import LossyConfig
-from .between_ranks import RankExchanges
 from .mean import bytes_sent
 from .ranks import ExchangingRank
 from .rounds import Rounds
@@ -76,12 +75,12 @@ class FSDPIslands(ExchangingRank):
         self._control.total(torch.zeros(1))  # all are there
         self._built()
 
-    def _built(self) -> list[Rounds[RankExchanges]]:
+    def _built(self) -> list[Rounds]:
         if self._rounds is None:
             self._rounds = [] if self.config.sync_method == "none" else [self._build()]
         return self._rounds
 
-    def _build(self) -> Rounds[RankExchanges]:
+    def _build(self) -> Rounds:
         config, run = self.config, self._run
         vector = self._vector()
         stream = replace(run.stream, kind="islands", expert_rank=self.world.rank)

@@ -148,7 +148,7 @@ class Mean(NamedTuple):
     arrived: torch.Tensor | None
 
     def wait(self) -> Mean:
-        """Return this mean, which is a :class:`Pending` that has ended."""
+        """Return this mean: its exchange has ended."""
         return self
 
 
@@ -174,6 +174,10 @@ class InMemory:
             self.rest.forget(island)
 
     def begin(self, step: int, sent: torch.Tensor, places: Places | None = None) -> Mean:
+        """Make the exchange of ``sent`` float32[islands, k], keyed by the iteration ``step``. ``sent`` becomes what others get, rounded.
+
+        ``places``: the places of its elements; ``None``: all of a vector.
+        """
         senders, receivers, (islands, count) = self._senders, self._receivers, sent.shape
         owners = len(senders)
         shard = -(-count // owners)

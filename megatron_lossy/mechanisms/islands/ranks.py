@@ -54,7 +54,7 @@ class ExchangingRank(Part, JobGroup):
     def __init__(self, config: LossyConfig, world: Any) -> None:
         self.config, self.world = config, world
         self.monitor = IslandMonitor()
-        self._rounds: list[Rounds[RankExchanges]] | None = None  # by optimizer of torch's
+        self._rounds: list[Rounds] | None = None  # by optimizer of torch's
         self._carriers: list[Carrier] = []
 
     def attach(self, run: Any) -> None:
@@ -64,7 +64,7 @@ class ExchangingRank(Part, JobGroup):
             run.observers.append(self.monitor)
         run.events.on(close=self.close)
 
-    def _built(self) -> list[Rounds[RankExchanges]]:
+    def _built(self) -> list[Rounds]:
         """Return the exchanges of each vector. The first call is a collective one of all islands."""
         raise NotImplementedError
 
@@ -219,7 +219,7 @@ class RankIslands(ExchangingRank):
     def _stopping(self) -> Stopping:
         return Stopping(self.world)
 
-    def _built(self) -> list[Rounds[RankExchanges]]:
+    def _built(self) -> list[Rounds]:
         if self._rounds is None:
             self._rounds = [self._build(number, optimizer) for number, optimizer in enumerate(self._exchanging)]
         return self._rounds
@@ -247,7 +247,7 @@ class RankIslands(ExchangingRank):
         stream = Stream("islands", data_parallel_rank(chunk), pipeline_stage(chunk), number)
         return Subset(self.config, vector.size, self.world.seed, stream)
 
-    def _build(self, number: int, optimizer: Any) -> Rounds[RankExchanges]:
+    def _build(self, number: int, optimizer: Any) -> Rounds:
         run, vector = self._run, self._vector(optimizer)
         subset = self._subset(vector, number)
         crossing = self._crossing(number, subset)
@@ -255,7 +255,7 @@ class RankIslands(ExchangingRank):
         self._hooks.append(optimizer.optimizer.register_step_post_hook(partial(self._exchange, number)))
         return self._make_rounds(self.config, subset, [vector], crossing, run.steps, run.device, self._note)
 
-    def _make_rounds(self, *arguments: Any) -> Rounds[RankExchanges]:
+    def _make_rounds(self, *arguments: Any) -> Rounds:
         """Return the exchanges of the weights of one optimizer."""
         return Rounds(*arguments)
 

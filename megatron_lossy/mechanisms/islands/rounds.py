@@ -20,12 +20,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
 from ...config import LossyConfig
-from .mean import Mean, Rest
+from .mean import Mean
 from .membership.messages import Entry, slot_of
 from .rules import Result, make_rule
 from .vector import Places, Subset, Vector, read_at, write_at
@@ -35,47 +35,24 @@ MANY = 2**31
 _ID_BYTES = 8
 
 
-class Pending(Protocol):
-    """An exchange that is under way."""
-
-    def wait(self) -> Mean:
-        """Return the result of the exchange. It is kept, and may be asked for again."""
-
-
-class Crossing(Protocol):
-    """Turns the vectors that islands send into a mean. ``rest``: see :class:`.Rest`; ``None``: owners keep nothing."""
-
-    rest: Rest | None
-
-    def begin(self, step: int, sent: torch.Tensor, places: Places | None = None) -> Pending:
-        """Begin the exchange of ``sent`` float32[islands of this process, k], keyed by the iteration ``step``.
-
-        ``places``: the places of its elements; ``None``: all of a vector. ``sent`` becomes what others get of it, rounded.
-        """
-
-    def forget(self, island: int) -> None:
-        """Forget what ``island``, which begins again, keeps of rounded means."""
-
-
 @dataclass
 class Flight:
-    """An exchange under way: its number, the iteration before it, its elements, the values that were sent, and the rule's snapshot."""
+    """An exchange under way: its number, the iteration before it, its elements, the values that were sent, the rule's snapshot, and what waits
+    for the mean.
+    """
 
     number: int
     step: int
     places: Places | None
     sent: torch.Tensor
     snapshot: Sequence[torch.Tensor] | None
-    pending: Pending
+    pending: Any
 
 
-Between = TypeVar("Between", bound=Crossing)
-
-
-class Rounds(Generic[Between]):
+class Rounds:
     """The exchanges of one vector, or shard of it, of the islands of this process: ``vectors``, one for each island.
 
-    ``subset``: chooses the elements of each exchange. ``crossing``: makes means. ``steps``: length of the run, if known. ``device``: that
+    ``subset``: chooses the elements of each exchange. ``crossing``: :class:`.InMemory` or :class:`.RankExchanges`. ``steps``: length of the run, if known. ``device``: that
     of the weights. ``used``: called when a mean is used, with the seconds of waiting for it, the values that had been sent
     float32[islands, k], and the mean.
     """
@@ -85,7 +62,7 @@ class Rounds(Generic[Between]):
         config: LossyConfig,
         subset: Subset,
         vectors: Sequence[Vector],
-        crossing: Between,
+        crossing: Any,
         steps: int | None,
         device: torch.device,
         used: Callable[[float, torch.Tensor, Mean], None] | None = None,
@@ -171,7 +148,7 @@ class Rounds(Generic[Between]):
             self.crossing.rest.load_state_dict(state["rest"])
 
 
-class MemberRounds(Rounds[Between]):
+class MemberRounds(Rounds):
     """``presence``: of the islands of this process, with its ``slots`` and ``members``. Other arguments: those of :class:`Rounds`."""
 
     def __init__(self, *arguments: Any, presence: Any) -> None:
