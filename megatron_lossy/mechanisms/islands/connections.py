@@ -147,7 +147,11 @@ class Pair:
         """Receive ``data`` uint8[n]. Raise :class:`PeerLost` if it does not come in ``seconds``."""
         bucket, size = self._connections.buckets.part(role, len(data))
         into = torch.zeros(size, dtype=torch.uint8)
-        row = self.end(self.begin(SYNC_PHASES[0], bucket, number, None, into, seconds))
+        self.take(self.begin(SYNC_PHASES[0], bucket, number, None, into, seconds), into, data)
+
+    def take(self, crossing: Crossing | None, into: torch.Tensor, data: torch.Tensor) -> None:
+        """Wait until all of the message is in ``into``, and copy it to ``data`` uint8[n]. Raise :class:`PeerLost`."""
+        row = self.end(crossing)
         if row is None or not row.all():
             raise PeerLost(f"island {self.slot}: {self.why or 'a part did not come'}")
         data.copy_(into[: len(data)])
@@ -408,12 +412,8 @@ class Connections:
                 for slot, pair in pairs.items()
             }
             for slot, pair in pairs.items():
-                row = pair.end(crossing[slot])
-                if row is None or not row.all():
-                    raise PeerLost(f"island {slot}: {pair.why or 'a part of its weights did not come'}")
+                pair.take(crossing[slot], into[slot], found[slot].view(torch.uint8)[first : first + PART])
                 pair.leave(crossing[slot], self.patience)
-                rest = found[slot].view(torch.uint8)[first : first + PART]
-                rest.copy_(into[slot][: len(rest)])
         return found
 
     # --- output for the user -------------------------------------------------------------------------------------------
