@@ -79,9 +79,9 @@ class _Counter:
 
 
 class Trainer(TimedVariant):
-    """One variant: a model and its optimizer."""
+    """One variant: a model and its optimizer. ``mesh``: of torch; ``None``: one dimension, of all ranks."""
 
-    def __init__(self, settings: Settings, variant: dict[str, Any] | None) -> None:
+    def __init__(self, settings: Settings, variant: dict[str, Any] | None, mesh: Any = None) -> None:
         self._settings, self.iteration, self.own_bytes = settings, 0, 0
         torch.manual_seed(0)
         width = settings.hidden
@@ -95,15 +95,15 @@ class Trainer(TimedVariant):
         ).to(device.current_device())
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if settings.bf16 else MixedPrecisionPolicy()
         for layer in self.model[1:-1]:
-            fully_shard(layer, mp_policy=policy, reshard_after_forward=True)
-        fully_shard(self.model, mp_policy=policy, reshard_after_forward=True)
+            fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+        fully_shard(self.model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         self.lossy = None
-        if variant is None:
+        if mesh is None and variant is None:
             for module in (self.model, *self.model[1:-1]):
                 module.set_custom_all_gather(_Counter(True, self))
                 module.set_custom_reduce_scatter(_Counter(False, self))
-        else:
+        elif variant is not None:
             config = LossyConfig(**{"p_grad": settings.p, "p_param": settings.p, **variant})
             self.lossy = make_lossy(self.model, self.optimizer, config)
 

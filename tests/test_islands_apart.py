@@ -10,6 +10,7 @@ from dataclasses import replace
 from urllib.request import urlopen
 
 import pytest
+import torch
 
 from megatron_lossy.base.checkpoints import latest_iteration
 from megatron_lossy.mechanisms.islands.membership.messages import Slot, read, write
@@ -81,7 +82,24 @@ def shown(server, name: str, slot: int) -> float:
     )
 
 
+def outer_of(folder):
+    """Return the outer weights [1, size] of the first rank of an island, in its last checkpoint in ``folder``."""
+    [path] = (folder / f"iter_{latest_iteration(folder):07d}" / "lossy_replicas").iterdir()
+    found = list(values_of(torch.load(path, weights_only=True), "outer"))
+    assert len(found) == 1, found
+    return found[0]
+
+
+def values_of(state, name):
+    """Yield what is called ``name`` in ``state``, of dicts and lists."""
+    for key, value in state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list) else ():
+        if key == name:
+            yield value
+        yield from values_of(value, name)
+
+
 WHOLE = {"eval_weights": "both", "save_consensus": True}
+DILOCO = {"sync_method": "diloco", "sync_interval": 2, "save_replicas": True}
 UDP = LOSS | {"transport": "udp", "p_grad": 0.1, "p_param": 0.1}
 
 
@@ -90,6 +108,7 @@ UDP = LOSS | {"transport": "udp", "p_grad": 0.1, "p_param": 0.1}
     [
         pytest.param(1, WHOLE, id="1 rank"),
         pytest.param(1, LOSS, id="loss"),
+        pytest.param(1, WHOLE | DILOCO, id="diloco"),
         pytest.param(2, LOSS | WHOLE, id="2 ranks", marks=pytest.mark.nightly),
         pytest.param(2, UDP, id="datagrams"),
     ],
@@ -156,6 +175,23 @@ def test_who_is_killed_is_left_out_and_comes_back(data, tmp_path, serve, rejoin,
     last = [read_records(folder / f"island_{slot}", "train")[-1]["lm loss"] for slot, folder in enumerate(folders)]
     # Of the text that all are trained on.
     assert max(last) < read_records(tmp_path / "island_0", "train")[0]["lm loss"] / 2
+
+
+def test_diloco_goes_on_with_the_outer_weights_of_the_island_that_it_copies(data, tmp_path, serve):
+    """What a copy misses of the exchanges under way is half of itself after each one: at the end outer weights are equal."""
+    settings = MODEL | data | SYNC | DILOCO | {"train_iters": 1200, "eval_interval": 1200, "log_interval": 10}
+    run = Run(serve(), settings | {"save": tmp_path})
+    run.start(0, 1, 2)
+    run.until(1, r"iteration +30/")
+    run.kill(2)
+    run.until(0, r"iteration +80/")
+    run.start(2, save=tmp_path / "again")
+    ends = run.all_finish()
+    assert re.search(r"has copied island 0 as of iteration \d+, rank 0 \w+\n", ends[2][2]), ends[2][2]
+    folders = [tmp_path, tmp_path, tmp_path / "again"]
+    states = [outer_of(folder / f"island_{slot}") for slot, folder in enumerate(folders)]
+    for state in states[1:]:
+        torch.testing.assert_close(state, states[0], atol=1e-5, rtol=0)
 
 
 def test_all_die_and_go_on_from_their_checkpoints(data, tmp_path, serve):

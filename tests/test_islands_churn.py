@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -18,7 +19,8 @@ from megatron_lossy.lab.virtual.island_churn import ChurningIslands, Presence
 from megatron_lossy.lab.virtual.island_schedule import Event, check_schedule, read_schedule
 from megatron_lossy.mechanisms.islands.mean import InMemory
 from megatron_lossy.mechanisms.islands.monitor import EPOCHS, EpochLog
-from megatron_lossy.mechanisms.islands.rounds import Epoch, Member, needed_visits
+from megatron_lossy.mechanisms.islands.rounds import Epoch, Member, Standing, needed_visits, outer_visits
+from megatron_lossy.mechanisms.islands.rules import Result, make_rule
 from scripts.spells import share_away, spells
 from tests.churning_rows import ChurningRows, speed_of_mean
 from tests.ranks import run_ranks
@@ -116,6 +118,19 @@ def test_a_new_island_has_no_weights_of_the_run():
     presence.about_to_send(now, lambda slot: 2)
     assert presence.senders == [0, 1, 2]
     assert [needed_visits(q, own) for q in (0, 1, 2) for own in (True, False)] == [1, 2, 6, 6, 9, 9]
+
+
+@pytest.mark.parametrize(("lr", "momentum"), [(0.7, 0.9), (0.5, 0.0), (1.0, 0.0), (0.9, 0.5)])
+def test_a_listener_with_outer_weights_waits_until_means_have_set_them(lr, momentum):
+    """By its rule itself, towards a mean that stays."""
+    config = LossyConfig(islands=2, sync_method="diloco", outer_optimizer=(lr, momentum))
+    rule, mean = make_rule(config, [torch.ones(1)], None), torch.zeros(1)
+    for _ in range(math.ceil(outer_visits(lr, momentum)) + 2):
+        rule.apply(0, mean, Result(mean, mean, None, None, None, 0))
+    assert abs(rule.outer.item()) < 0.02
+    standing = Standing(config)
+    standing.enter(10)
+    assert standing.joins(10, config.keep) and not standing.may_send(0) and standing.may_send(99)
 
 
 def test_the_last_sender_is_followed_by_who_lags_least():

@@ -9,15 +9,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_lossy.config import LossyConfig
 from megatron_lossy.mechanisms.islands.copying import (
     PART,
     DamagedCopy,
     HostCopy,
+    held_rules,
     held_state,
+    put_rules,
     put_state,
     receive_copy,
     send_copy,
 )
+from megatron_lossy.mechanisms.islands.rules import make_rule
 
 pytestmark = pytest.mark.shows("islands that copy another one")
 
@@ -75,6 +79,17 @@ def test_a_flipped_bit_is_found(byte):
     header = wire._sent - 4 * 201
     with pytest.raises(DamagedCopy, match="[ab] is not what was sent"):
         across(values, flip=header + byte)
+
+
+def test_a_copy_has_the_outer_weights_of_each_vector():
+    config = LossyConfig(islands=2, sync_method="diloco")
+    theirs, mine = ([make_rule(config, [torch.randn(5 + n)], None) for n in range(2)] for _ in range(2))
+    theirs[1].buffer += 3
+    copy, _ = across({"step": 3} | held_rules(theirs))
+    assert put_rules(mine, copy.values) == {"step": 3}
+    for here, there in zip(mine, theirs, strict=True):
+        assert torch.equal(here.outer, there.outer) and torch.equal(here.buffer, there.buffer)
+    assert put_rules(mine, {}) == {}  # of a rank that exchanges nothing
 
 
 def test_what_is_held_is_the_state_at_that_time():

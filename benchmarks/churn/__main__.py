@@ -180,7 +180,10 @@ class Runs:
     ) -> Results:
         args = self._args
         flags = ["--config", args.config, "--islands", str(args.islands), "--train-iters", str(iterations)]
-        flags += [str(word) for pair in {**_FLAGS, "--seed": seed}.items() for word in pair] + args.flags.split()
+        own = _FLAGS | {"--seed": seed}
+        if "diloco" in args.flags.split():  # every absence ends in a copy
+            del own["--island-keep"]
+        flags += [str(word) for pair in own.items() for word in pair] + args.flags.split()
         saved = str(out / "saved")
         flags += ["--save", saved, "--load", saved, "--save-replicas", "--delivery-log", str(out / "log")]
         out.mkdir(parents=True, exist_ok=True)

@@ -19,7 +19,7 @@ from ..base.section import Flags
 from .core import PHASES, CoreFlags, PhaseLoss, RecoveryFlags, Schedule, split_model, value_of
 from .grad_errors import ErrorFlags
 from .refusal import check_refusals
-from .transport import TransportFlags
+from .transport import OBSERVED, TransportFlags
 
 
 def _sections() -> tuple[type[Flags], ...]:
@@ -228,13 +228,18 @@ class LossyConfig(*reversed(SECTIONS)):  # type: ignore[misc]  # fields come in 
     def _draws_exchanges(self) -> bool:
         return any(not self.phase(phase).lossless for phase in self.exchanges())
 
+    @property
+    def within(self) -> str:
+        """The transport of exchanges inside a job: the network that loses is between jobs, and so are datagrams and streams."""
+        return "torch" if self.observed and self.jobs().several else self.transport
+
     def untouched(self, phase: str) -> bool:
         """Return whether the exchanges of ``phase`` are Megatron's own: without losses and by its own transport."""
-        return self.transport == "torch" and self.phase(phase).lossless and phase not in self.wire_bits
+        return self.within == "torch" and self.phase(phase).lossless and phase not in self.wire_bits
 
     def loses(self, phase: str) -> bool:
         """Return whether anything of ``phase`` can be lost, by drawing or by a network."""
-        return self.observed or not self.phase(phase).lossless
+        return (self.within if phase in PHASES else self.transport) in OBSERVED or not self.phase(phase).lossless
 
     def label(self, phase: str) -> str:
         """Return a name for the losses of ``phase``: a rate in percent, or the setting that replaces a rate."""
@@ -258,13 +263,13 @@ class LossyConfig(*reversed(SECTIONS)):  # type: ignore[misc]  # fields come in 
             f"gradients {self.label('grad')}, parameters {self.label('param')}",
             f"{' and '.join(models)}, seed {self.loss_seed}",
         ]
-        if self.observed:
+        if self.within in OBSERVED:
             nothing = all(self.phase(phase).lossless for phase in PHASES)
             drawn = ["what the network loses"] if nothing else [f"what the network loses, and {drawn[0]}", drawn[1]]
         unit = f"unit {self.loss_unit}" + (f" of {self.packet_bytes} bytes" if self.loss_unit == "packet" else "")
         crossing = {"torch": "simulated", "pieces": "simulated, in pieces"}
         crossing |= {"udp": f"over UDP, {self.udp_cipher}", "stream": f"over TCP, {self.udp_cipher}"}
-        return "; ".join([*drawn, unit, *notes, crossing[self.transport], *beside])
+        return "; ".join([*drawn, unit, *notes, crossing[self.within], *beside])
 
     def _idle_notes(self) -> list[str]:
         """Return sentences about given flags without effect: their subject is not lost, or is lost in other units."""

@@ -12,6 +12,7 @@ from ..base.errors import UsageError
 from ..base.exchange import Stream
 from ..channel.corruption import Corruption
 from ..config import PHASES, LossyConfig
+from ..config.transport import OBSERVED
 from ..transport import BucketSpec, LossyGroup, Network, check_average, find_nodes
 from ..transport.sites import Scalars, Sites, make_group
 from .buckets import apart, buckets_by_stream, errors_of_owner, replicated_units
@@ -66,7 +67,7 @@ class Exchanges:
         self, stream: Stream, full: dist.ProcessGroup, buckets: Sequence[tuple[Any, Any]], stage: int, steps: int | None
     ) -> LossyGroup:
         config = self.config
-        if config.observed or "trace" in map(config.model, PHASES):
+        if config.within in OBSERVED or "trace" in map(config.model, PHASES):
             stream = apart(stream, stage, tensor_group(stream.kind == "expert"))
         part = buckets[0][0].data_parallel_group  # of one optimizer instance
         if buckets[0][0].ddp_config.average_in_collective and not config.untouched("grad"):

@@ -155,7 +155,8 @@ class Run(ABC):
     @property
     def carriers(self) -> list[Any]:
         """Senders of datagrams, if there are any: the transports of the groups, and those of mechanisms."""
-        return [*(group.wire for group in self.groups), *(carrier for part in self.parts for carrier in part.carriers)]
+        wires = [group.wire for group in self.groups if group.wire.observed]
+        return [*wires, *(carrier for part in self.parts for carrier in part.carriers)]
 
     @property
     @abstractmethod

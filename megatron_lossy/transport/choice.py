@@ -16,6 +16,7 @@ from ..base.registry import GRAD_RECOVERIES, MECHANISMS
 from ..config import PHASES, LossyConfig
 from ..config.facts import Facts
 from ..config.refusal import check_refusals
+from ..config.transport import OBSERVED
 from ..recovery import Stale
 from .base import CollectiveWire, Networks, Wire, check_links
 from .coded import coded_of, codes_of
@@ -108,9 +109,9 @@ def wire_for(
     check_links(networks, stream, parts, len(members), steps)
     coded = coded_of(config, parts, members, rank)
     wire: Wire
-    if config.transport == "pieces":
+    if config.within == "pieces":
         wire = Pieces(networks, stream, members, rank, parts, coded, group=group)
-    elif config.observed:
+    elif config.within in OBSERVED:
         from .deadline import open_wire  # which starts a thread
 
         dtypes = {phase: [getattr(bucket, f"{phase}_dtype") for bucket in buckets] for phase in PHASES}

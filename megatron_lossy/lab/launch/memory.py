@@ -47,6 +47,7 @@ from dataclasses import dataclass
 
 from ...base.registry import GRAD_RECOVERIES
 from ...config import PHASES, LossyConfig
+from ...config.transport import OBSERVED
 from ..data import padded_vocab_size
 from ..train.config import TrainConfig
 from .options import GIB, Device
@@ -217,7 +218,7 @@ def _loss(
     if param:
         components["stale units"] = weights * compute * (1 if masked else param)
     rule = GRAD_RECOVERIES.load(lossy.grad_recovery)
-    if lossy.observed and rule.foresight and shards > 1:
+    if lossy.within in OBSERVED and rule.foresight and shards > 1:
         grad = 1.0  # only drawn losses can be foreseen
     if grad and (rule.carries_over or rule.feeds_back):  # what this step loses, and the next
         components["last gradients"] = 2 * (1 if masked else grad) * weights * _GRADIENT
@@ -236,9 +237,9 @@ def _ranks_without_datagrams(lossy: LossyConfig, layout: Layout, tensor: int, sh
 
 def _pieces(lossy: LossyConfig, weights: int, shards: int, near: int, device: Device) -> dict[str, float]:
     """Return bytes of the pieces of all sources, where they do not take the place of the gradients."""
-    if lossy.transport == "torch" or shards == 1 or shards == near:
+    if lossy.within == "torch" or shards == 1 or shards == near:
         return {}
-    apart = lossy.transport == "pieces" or device.kind == "cpu" or "grad" in lossy.chosen()
+    apart = lossy.within == "pieces" or device.kind == "cpu" or "grad" in lossy.chosen()
     share = 1.0 if apart else (near - 1) / shards
     return {"pieces": share * weights * _GRADIENT} if share else {}
 

@@ -35,9 +35,9 @@ COMPRESSION = Section(
     "--packet-bytes | --grad-wire, --param-wire, --sync-dtype int8 or int4 and a larger block | "
     "holds no block of {config.wire_block} ({code} needs {needed})",
     _larger_block,
-    f"{_FLAGS} | real ranks and --transport torch | "
-    "needs --transport pieces, udp or stream on real ranks (torch's collectives carry raw values)",
-    lambda c, f: f.virtual is False and c.wire_bits and c.transport == "torch",
+    f"{_FLAGS} | real ranks and --transport torch, or --islands and udp or stream, which cross between islands only | "
+    "needs --transport pieces, or without --islands udp or stream, on real ranks (torch's collectives carry raw values)",
+    lambda c, f: f.virtual is False and c.wire_bits and c.within == "torch",
     f"{_FLAGS} | no distributed optimizer | no all-reduce carries codes; {OFF}",
     lambda c, f: f.distributed_optimizer is False and c.wire_bits,
     f"{_FLAGS} | DistributedDataParallel | no all-reduce carries codes; shard the model with fully_shard",

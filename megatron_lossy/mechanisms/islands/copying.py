@@ -21,6 +21,7 @@ import torch
 from ...base.errors import first_line
 from ...base.fetch import Fetched
 from ...transport.peers import bytes_of
+from .rules import Rule
 from .vector import Vector
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,8 @@ PART = 2**20
 _DIGEST_BYTES = 16
 #: The name of step counts, which some optimizers keep in their groups, and others with the moments.
 STEP = "step"
+#: Begins the names of the state of rules.
+_RULE = "rule/"
 
 
 class Copy(NamedTuple):
@@ -121,6 +124,23 @@ def held_state(vectors: Sequence[Vector], optimizers: Sequence[Any]) -> dict[str
             if STEP in group:
                 found[f"{number}/groups/{index}/{STEP}"] = _held(group[STEP])
     return found
+
+
+def held_rules(rules: Sequence[Rule]) -> dict[str, HostCopy]:
+    """Return what a copy has of ``rules``, one for each vector of one island."""
+    return {
+        f"{_RULE}{number}/{name}": HostCopy(kept[0])
+        for number, rule in enumerate(rules)
+        for name, kept in rule.copied().items()
+    }
+
+
+def put_rules(rules: Sequence[Rule], values: Mapping[str, torch.Tensor | float]) -> dict[str, torch.Tensor | float]:
+    """Put :func:`held_rules` of ``values`` in the place of the state of ``rules``. Return the other values. Some ranks have no values."""
+    for number, rule in enumerate(rules):
+        for name, kept in rule.copied().items() if values else ():
+            kept[0] = torch.as_tensor(values[f"{_RULE}{number}/{name}"])
+    return {name: value for name, value in values.items() if not name.startswith(_RULE)}
 
 
 def put_state(vectors: Sequence[Vector], optimizers: Sequence[Any], values: Mapping[str, torch.Tensor | float]) -> None:

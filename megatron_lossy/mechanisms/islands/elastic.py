@@ -33,7 +33,7 @@ from . import copying, first_rank, unequal
 from .between_ranks import Parties, RankExchanges
 from .carrying import EpochView, Lane
 from .connections import Connections, Pair
-from .copying import Rejoining, source_of
+from .copying import Rejoining, held_rules, put_rules, source_of
 from .first_rank import FirstRank, LostSlot
 from .membership.messages import Entry, read, slot_of
 from .membership.protocol import Local
@@ -41,6 +41,7 @@ from .membership.store import check_url, open_store
 from .monitor import Diary
 from .ranks import RankIslands
 from .rounds import MANY, MemberRounds, Rounds, Standing, epoch_of
+from .rules import Rule
 from .vector import Subset, Vector
 from .world import ElasticWorld
 
@@ -64,7 +65,7 @@ class ElasticIslands(RankIslands):
         self._slot = world.island
         self._entered = False  # the run
         self._current: EpochView | None = None  # the epoch of the latest exchange, if this island is in one
-        self._standing = Standing(config.overlap)
+        self._standing = Standing(config)
         self._connections: Connections | None = None  # none on a rank that exchanges nothing
         self._known: list[tuple[Entry, str]] = []  # entries, by all ranks, and the roles in them
         self._taken_up = 0  # how many of them
@@ -222,7 +223,7 @@ class ElasticIslands(RankIslands):
             logger.warning("island %d: its weights were the run's before the copy of island %d", self._slot, source)
             return
         self._settle()
-        self._state.put_state(self._vectors, self._inner, copy.values)
+        self._state.put_state(self._vectors, self._inner, put_rules(self._rules, copy.values))
         self._gather()
         self._restart()
         self._run.begin_equal()
@@ -288,6 +289,10 @@ class ElasticIslands(RankIslands):
             pairs = self._connections.among(entry)
         return EpochView(epoch_of(entry), begun[-1], self._slot, self._connections, pairs, self._diary)
 
+    @property
+    def _rules(self) -> list[Rule]:
+        return [rounds.rule for rounds in self._built()]
+
     def end_iteration(self) -> None:
         """See :meth:`RankIslands.end_iteration`. A copy of this island gets its state as of an exchange."""
         super().end_iteration()
@@ -301,7 +306,7 @@ class ElasticIslands(RankIslands):
         mine = [slot for slot in listeners if source_of(slot, among.senders, self.config.islands) == self._slot]
         if mine:
             self._settle()
-            state = self._state.held_state(self._vectors, self._inner)
+            state = self._state.held_state(self._vectors, self._inner) | held_rules(self._rules)
         for slot in mine if self._connections is not None else ():
             self._rejoining.serve(among.pairs[slot], state, now)
 

@@ -412,10 +412,9 @@ class IslandFlags(Flags):
                 ),
             ),
             **dict.fromkeys(
-                ("sync_fraction", "sync_subset", "sync_block", "island_schedule"),
+                ("sync_fraction", "sync_subset", "sync_block", "island_schedule", "rendezvous"),
                 (in_parts, "--islands and a --sync-method of parameters or diloco"),
             ),
-            "rendezvous": (self.averages and corrected, "--islands and --sync-method parameters"),
             **dict.fromkeys(
                 ("island", "sync_ranks", "island_patience", "island_join"),
                 (self.rendezvous is not None, "--rendezvous"),

@@ -194,9 +194,13 @@ ISLANDS = Section(
     # The log of islands that are launches of their own is of epochs alone.
     lambda c, f: _real(c, f) and c.observed and c.delivery_log is not None and c.rendezvous is None,
     "--sync-method | exchanges that can be lost, of eager-diloco, or of diloco in int8 or int4 | "
-    "cannot lose exchanges (--p-sync, traces, --transport udp or stream): "
+    "cannot lose exchanges (--p-sync, traces, --transport udp or stream, --rendezvous): "
     "nothing would pull islands together again; choose diloco in fp32 or bf16",
-    lambda c, f: f.workers is not None and c.averages and c.sends_distances and not c.sync_lossless,
+    lambda c, f: (
+        c.averages
+        and c.sends_distances
+        and (c.rendezvous is not None or (f.workers is not None and not c.sync_lossless))
+    ),
     "--island-schedule | --sync-delay of diloco in int8 or int4 | "
     "cannot go with --sync-delay and --sync-dtype {config.sync_dtype}: "
     "an island that copies another would miss the means that are under way to it",

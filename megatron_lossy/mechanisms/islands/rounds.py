@@ -15,6 +15,7 @@ that is not counts as lost.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from functools import cached_property
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from ...config import LossyConfig
@@ -33,6 +35,8 @@ from .vector import Places, Subset, Vector, read_at, write_at
 #: Visits of a rank without elements, or of an island that does not listen.
 MANY = 2**31
 _ID_BYTES = 8
+#: Share of the distance of outer weights that is as good as none.
+_LEFT = 0.01
 
 
 @dataclass
@@ -270,6 +274,17 @@ def needed_visits(overlap: int, own: bool) -> int:
     return 3 * (overlap + 1) if overlap else 1 if own else 2
 
 
+def outer_visits(lr: float, momentum: float) -> float:
+    """Return the number of outer steps after which 1 % of the distance of outer weights from those of the senders is left.
+
+    A mean that does not depend on them takes the distances (v, b) to (v - ``lr`` (v + ``momentum`` b'), b'), with
+    b' = ``momentum`` b + v.
+    """
+    step = [[1 - lr * (1 + momentum), -lr * momentum**2], [1.0, momentum]]
+    left = float(abs(np.linalg.eigvals(step)).max())
+    return math.log(_LEFT) / math.log(left) if _LEFT < left < 1 else 1.0 if left < 1 else math.inf
+
+
 @dataclass
 class Slot:
     """The island of a slot.
@@ -303,12 +318,12 @@ class Slot:
 
 
 class Standing:
-    """The presence of one island of real ranks: whether it sends, and how far behind it is. ``overlap``: see :func:`needed_visits`."""
+    """The presence of one island of real ranks: whether it sends, and how far behind it is."""
 
-    def __init__(self, overlap: int) -> None:
+    def __init__(self, config: LossyConfig) -> None:
         self.slot = Slot()
         self.slots, self.members = [self.slot], [0]
-        self._overlap = overlap
+        self._overlap, self._outer = config.overlap, config.outer_optimizer if config.has_outer_optimizer else None
 
     def enter(self, made: int) -> None:
         """Begin after ``made`` iterations. Without any, the weights are the run's only if all islands begin."""
@@ -317,9 +332,10 @@ class Standing:
     def joins(self, now: int, keep: int) -> bool:
         """Join an epoch of others, which have made ``now`` iterations. Return whether the island begins to listen.
 
-        Weights of an island that has trained most of the time are not old: it keeps them.
+        Weights of an island that has trained most of the time are not old: it keeps them. Outer weights are old after any absence.
         """
         before = self.slot.listens
+        self.slot.listens |= self._outer is not None and now > 0
         self.slot.own |= now == 0
         self.slot.listens |= not self.slot.own or self.slot.stopped(now, keep)
         return self.slot.listens and not before
@@ -334,7 +350,8 @@ class Standing:
 
         ``visits``: how often means have set each element since it began to listen, at least.
         """
-        if self.slot.listens and visits >= needed_visits(self._overlap, self.slot.own):
+        needed = needed_visits(self._overlap, self.slot.own) if self._outer is None else outer_visits(*self._outer)
+        if self.slot.listens and visits >= needed:
             self.slot.listens, self.slot.own = False, True
             return True
         return False

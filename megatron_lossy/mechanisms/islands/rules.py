@@ -83,8 +83,14 @@ class Rule(ABC):
     def restart(self, island: int) -> None:
         """Forget ``island``, which was away and begins again. It does not use exchanges that began before."""
 
+    def copied(self) -> dict[str, torch.Tensor]:
+        """Return the state [islands, size] that belongs to the weights, by name: an island that copies another one takes it, too."""
+        return {}
+
     def copy(self, source: int, island: int) -> None:
         """Give ``island``, which has just taken the weights of ``source``, the state that belongs to them."""
+        for kept in self.copied().values():
+            kept[island] = kept[source]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that must be saved for a run to continue bit for bit."""
@@ -227,11 +233,11 @@ class DiLoCo(Rule):
         write_at(self.outer[island], result.places, step)
         return step
 
-    def copy(self, source: int, island: int) -> None:
-        self.outer[island], self.buffer[island] = self.outer[source], self.buffer[source]
+    def copied(self) -> dict[str, torch.Tensor]:
+        return {"outer": self.outer, "buffer": self.buffer}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"outer": self.outer, "buffer": self.buffer}
+        return self.copied()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.outer.copy_(state["outer"])
