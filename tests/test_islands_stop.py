@@ -145,7 +145,7 @@ def test_all_stop_after_the_same_iteration_whichever_is_told_when(seed):
 
 
 def begin_late(rank: int) -> tuple[int, int]:
-    """Stop one island at once, which ends 5 s later than the other; that is told, and begins, 5 s later. The world's time is 2 s."""
+    """Stop one island at once, which ends 5 s later than the other; that one begins, with a signal of its own, 5 s later. The world's time is 2 s."""
     world = IslandWorld(2)
     world.open(device.init_process_group, timedelta(seconds=2))
     if rank:
