@@ -13,7 +13,7 @@ import time
 
 import pytest
 
-from megatron_lossy.mechanisms.islands.membership.store import Gateway, Unreachable
+from megatron_lossy.mechanisms.islands.membership.store import Store, Unreachable
 from tests.programs import Program
 
 #: The secret of the key file of tests.
@@ -75,7 +75,7 @@ class Etcd:
 
     def post(self, path, body):
         """Ask it for anything, without a user."""
-        return Gateway([("127.0.0.1", self.port)], "run")._post(path, body, time.monotonic() + 5)
+        return Store([("127.0.0.1", self.port)], "run")._post(path, body, time.monotonic() + 5)
 
     def url(self, run="run"):
         return f"etcd://127.0.0.1:{self.port}/{run}"

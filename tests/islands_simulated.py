@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from megatron_lossy.mechanisms.islands.membership.messages import Entry, Slot, read, slot_of
 from megatron_lossy.mechanisms.islands.membership.protocol import ANY, Island, Local, Times
-from megatron_lossy.mechanisms.islands.membership.store import Store, Unreachable
+from megatron_lossy.mechanisms.islands.membership.store import Unreachable
 
 TIMES = Times(join=15.0)
 STEP = 0.25
@@ -27,7 +27,7 @@ CHANCES = {
 UNIX = 1_700_000_000
 
 
-class Memory(Store):
+class Memory:
     """A store in memory. ``lose()``: whether the answer to a write is lost. ``away``: nobody reaches it."""
 
     def __init__(self, lose=lambda: False):

@@ -229,7 +229,8 @@ def test_a_correction_leaves_the_mean_alone(how, fraction, subset, delay, dtype)
     simulate(config, weights, 50, local)
     for step in range(50):
         other(step, alone)
-    assert (weights.mean(dim=0) - alone.mean(dim=0)).abs().max() < (1e-4 if how == "smith" else 1e-5)
+    kept = 2 * alone.abs().max() / 2**8 if dtype == "bf16" else 0  # by owners, of the latest means
+    assert (weights.mean(dim=0) - alone.mean(dim=0)).abs().max() < kept + (1e-4 if how == "smith" else 1e-5)
     assert spread(weights).norm() < 0.7 * spread(alone).norm()
 
 
@@ -555,7 +556,7 @@ def test_steps_smaller_than_the_rounding_of_messages_are_made(how, fraction, dty
     assert made == pytest.approx(1, abs=0.03)
     assert spread(after).abs().max() < 4 / 128
     if dtype == "int8":
-        return  # owners keep what rounding leaves of a mean, for the next one
+        return
     replaced = simulate(flags(sync_dtype="bf16", delay_correction="none"), before.clone(), 300, drift)
     assert (replaced - before).mean().item() < 0.03  # all of it is rounded away in each iteration
 

@@ -19,7 +19,7 @@ from megatron_lossy.lab.virtual.island_churn import ChurningIslands, Presence
 from megatron_lossy.lab.virtual.island_schedule import Event, check_schedule, read_schedule
 from megatron_lossy.mechanisms.islands.mean import InMemory
 from megatron_lossy.mechanisms.islands.monitor import EPOCHS, EpochLog
-from megatron_lossy.mechanisms.islands.presence import Epoch, Member, Standing, needed_visits, outer_visits
+from megatron_lossy.mechanisms.islands.rounds import Epoch, Member, Standing, needed_visits, outer_visits
 from megatron_lossy.mechanisms.islands.rules import Result, make_rule
 from scripts.spells import share_away, spells
 from tests.churning_rows import ChurningRows, speed_of_mean
@@ -278,16 +278,16 @@ def test_the_mean_is_of_those_present(senders, others, count, loss, unit, step):
             assert all(told[phase].arrived[place].all() for place in own)  # the own part never crosses
 
 
-def test_messages_in_16_bits_owe_their_rest_to_those_who_send():
-    """All senders together make the mean before rounding, as all islands do without churn."""
+def test_owners_of_those_present_keep_what_16_bits_leave_of_a_mean():
     config = LossyConfig(islands=4, sync_method="parameters", sync_dtype="bf16")
     crossing = InMemory(config, STREAM, None)
     crossing.among([0, 3], [0, 1, 3])
     sent = start().bfloat16().float()
     mean = crossing.begin(0, sent).wait()
     exact = sent[[0, 3]].mean(dim=0)
-    torch.testing.assert_close(mean.values + mean.owed.sum(dim=0) / 2, exact, atol=1e-6, rtol=0)
-    assert not mean.owed[[1, 2]].any()
+    rests = crossing.rest.state_dict()
+    torch.testing.assert_close(mean.values + rests[0] + rests[3], exact, atol=1e-6, rtol=0)
+    assert rests.keys() == {0, 3}
 
 
 RULES = {

@@ -12,11 +12,12 @@ import torch
 
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.mechanisms.islands import connections as module
-from megatron_lossy.mechanisms.islands.between_members import EpochView, Lane
+from megatron_lossy.mechanisms.islands.carrying import EpochView, Lane
 from megatron_lossy.mechanisms.islands.connections import Connections
 from megatron_lossy.mechanisms.islands.copying import PART, HostCopy, receive_copy, send_copy
 from megatron_lossy.mechanisms.islands.membership.messages import Entry, Preparation, write
-from megatron_lossy.mechanisms.islands.presence import epoch_of
+from megatron_lossy.mechanisms.islands.monitor import Diary
+from megatron_lossy.mechanisms.islands.rounds import epoch_of
 from megatron_lossy.transport.leaving import PeerLost
 from megatron_lossy.transport.settings import settings_of
 from megatron_lossy.transport.stream.host import Host
@@ -63,17 +64,20 @@ class Islands:
         """By slot, what it got of the pieces [3, 100] that all send, and what arrived of each, in both halves."""
 
         def one(slot):
-            loses = lambda pair, waited: self.lost.append((slot, pair.slot))
-            lane = Lane(EpochView(epoch_of(ENTRY), 0, slot, self.all[slot], self.pairs(slot), loses), 0, 0, number)
+            diary = Diary(slot)
+            diary.note = lambda event, with_island, **_: self.lost.append((slot, with_island))
+            among = EpochView(epoch_of(ENTRY), 0, slot, self.all[slot], self.pairs(slot), diary)
+            lane = Lane(self.config, among, 0, number, diary)
             pieces = torch.full((ISLANDS, SIZE // ISLANDS), float(value + slot))
             received, arrived = lane.scatter(pieces)
             gathered, came = lane.gather(received[slot])
+            lane.end()
             return received, arrived.all(axis=1), gathered, came.all(axis=1)
 
         return dict(zip(slots, self.pool.map(one, slots)))
 
     def close(self):
-        list(self.pool.map(Connections.end, self.all.values()))
+        list(self.pool.map(Connections.close, self.all.values()))
         self.pool.shutdown()
         for end in self.ends:
             end.close()
@@ -128,7 +132,7 @@ def test_who_is_late_is_waited_for_once_and_counts_again_when_it_is_in_time(isla
 def test_who_ends_costs_nobody_else_a_message(islands, transport):
     run = islands(transport)
     run.connect()
-    run.all.pop(1).end()
+    run.all.pop(1).close()
     for _, arrived, _, came in run.exchange(0, (0, 2), 0).values():
         np.testing.assert_array_equal(arrived, [True, False, True])
         np.testing.assert_array_equal(came, [True, False, True])

@@ -10,7 +10,7 @@ from megatron_lossy.base.errors import UsageError
 from megatron_lossy.base.flags import identity, of_flags
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.mechanisms.islands.monitor import Diary
-from megatron_lossy.mechanisms.islands.presence import Epoch, Member
+from megatron_lossy.mechanisms.islands.rounds import Epoch, Member
 
 pytestmark = pytest.mark.shows("islands that are launches of their own: the log of epochs")
 

@@ -13,15 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_lossy.base.errors import UsageError
-from megatron_lossy.base.exchange import Stream, cut
+from megatron_lossy.base.exchange import Stream
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.mechanisms.islands import between_ranks as means_of_ranks
 from megatron_lossy.mechanisms.islands import mean as means_in_memory
 from megatron_lossy.mechanisms.islands import vector as vectors
-from megatron_lossy.mechanisms.islands.between_ranks import RankExchanges
+from megatron_lossy.mechanisms.islands.between_ranks import Parties, RankExchanges
 from megatron_lossy.mechanisms.islands.flags import SYNC_PHASES
-from megatron_lossy.mechanisms.islands.form import SIGNAL, form_of
-from megatron_lossy.mechanisms.islands.mean import InMemory
+from megatron_lossy.mechanisms.islands.mean import Form, InMemory
 from megatron_lossy.mechanisms.islands.vector import Places, Segment, Vector, shard_vector
 from megatron_lossy.transport.base import draw
 
@@ -68,7 +67,7 @@ class AtTable:
     def gather(self, own):
         return torch.stack(self.table.exchange(self.island, own)), self.arrived()
 
-    def close(self):
+    def end(self):
         pass
 
 
@@ -77,8 +76,8 @@ def cross(config: LossyConfig, sent: torch.Tensor, step: int, units: int = 0, fo
     table, told = Table(len(sent)), [[] for _ in sent]
 
     def one(island: int):
-        carriers = [AtTable(table, island, units, forgets)]
-        crossing = RankExchanges(config, STREAM, island, carriers, None, told[island].append)
+        parties = lambda exchange: Parties(range(len(sent)), island, AtTable(table, island, units, forgets))
+        crossing = RankExchanges(config, STREAM, island, parties, None, told[island].append)
         mean = crossing.begin(step, sent[island : island + 1]).wait()
         crossing.close()
         return mean
@@ -87,21 +86,11 @@ def cross(config: LossyConfig, sent: torch.Tensor, step: int, units: int = 0, fo
         return list(pool.map(one, range(len(sent)))), told
 
 
-def test_a_shard_may_be_shorter_than_a_datagram():
-    """The signal to stop, behind its last element, is in the same one."""
-    config = LossyConfig(islands=2, sync_method="parameters", loss_unit="packet", packet_bytes=64)
-    crossing = RankExchanges(config, STREAM, 0, [AtTable(Table(2), 0, 0, False)], None, print)
-    [units], _ = cut([5], [4], "packet", 64)
-    values = crossing._heard(torch.zeros(2, 6), units, None, np.array([[True], [False]]))
-    assert values.shape == (2, 5)
-    crossing.close()
-
-
 def test_pieces_that_leave_a_device(monkeypatch):
     """They are the pieces of host memory, to the bit, and are reported with the request for them or their mean."""
     random = torch.Generator().manual_seed(0)
     for form in map(
-        form_of, (LossyConfig(**TWO), LossyConfig(**TWO, sync_dtype="bf16"), LossyConfig(**TWO, sync_dtype="int8"))
+        Form, (LossyConfig(**TWO), LossyConfig(**TWO, sync_dtype="bf16"), LossyConfig(**TWO, sync_dtype="int8"))
     ):
         for islands, count in ((1, 3), (2, 4), (3, 10), (4, 2)):
             for value in (1.0, torch.inf):
@@ -112,7 +101,7 @@ def test_pieces_that_leave_a_device(monkeypatch):
                     monkeypatch.setattr(means_of_ranks, "is_here", lambda vector, is_here=is_here: is_here)
                     pieces = means_of_ranks.Pieces(own.clone(), islands, form)
                     assert pieces.here == is_here
-                    rows = form.decode(pieces.rows[:, :-SIGNAL], pieces.units).nan_to_num(99.0)
+                    rows = form.decode(pieces.rows, pieces.units).nan_to_num(99.0)
                     found.append((pieces.present, pieces.shard, rows.tolist(), pieces.rows.dtype, pieces.rows.shape))
                 assert found[0] == found[1] and found[0][0] == (value == 1.0)
 
@@ -126,8 +115,10 @@ def test_of_what_leaves_a_device_is_told_later(monkeypatch):
     table = Table(2)
     later = []
     crossings = [
-        RankExchanges(config, STREAM, island, [AtTable(table, island, 0, False)], None, later.append)
-        for island in (0, 1)
+        RankExchanges(
+            config, STREAM, island, lambda _, seat=seat: Parties((0, 1), seat.island, seat), None, later.append
+        )
+        for island, seat in enumerate([AtTable(table, island, 0, False) for island in (0, 1)])
     ]
     waiting = [crossing.begin(0, sent[island : island + 1]) for island, crossing in enumerate(crossings)]
     assert not later
@@ -191,8 +182,6 @@ def test_as_islands_in_one_process(islands, flags, broken):
             arrived = here(mean)
             assert torch.equal(arrived, here(expected, island))
             assert torch.equal(mean.values[arrived], expected.values[arrived])
-            if config.sync_dtype == "bf16":
-                assert torch.equal(mean.owed[0][arrived], expected.owed[island][arrived])
             if broken is None:
                 for mine, all_of_them in zip(told[island], together.deliveries, strict=True):
                     assert mine.exchange == all_of_them.exchange and list(mine.receivers) == [island]

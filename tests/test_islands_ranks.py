@@ -16,7 +16,7 @@ from megatron_lossy.base.checkpoints import latest_iteration
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.delivery_log.reader import DeliveryLogFolder
 from megatron_lossy.lab.delivery_log.verify import verify
-from megatron_lossy.mechanisms.islands.ranks import rewind
+from megatron_lossy.mechanisms.islands.ranks import RankIslands
 from tests.ranks import RankFailed, run_ranks
 from tests.test_islands_train import whole_and_parts
 from tests.trainer import TINY, checkpoint_bytes, in_iteration, read_records, train_runs
@@ -336,6 +336,7 @@ def test_an_island_without_a_checkpoint_makes_no_other_begin_again(tmp_path):
     (tmp_path / "iter_0000000").mkdir()
     (tmp_path / "iter_0000020").mkdir()
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("20")
-    answers = iter([torch.tensor([20, 0]), torch.tensor([1, 1])])
-    assert rewind(str(tmp_path), SimpleNamespace(islands=2, island=0), lambda mine: next(answers)) is None
+    answers = iter([[20, 0], [1, 1]])
+    islands = SimpleNamespace(world=SimpleNamespace(island=0), _of_all=lambda value: next(answers))
+    assert RankIslands.rewind(islands, str(tmp_path)) is None
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "20"

@@ -8,6 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +18,6 @@ from megatron_lossy.base import device
 from megatron_lossy.base.checkpoints import latest_iteration
 from megatron_lossy.mechanisms.islands.world import IslandWorld, Stopping
 from tests.ranks import run_ranks
-from tests.test_islands_exchange import Table
 from tests.test_islands_ranks import LATE, SMALL, TWO
 from tests.trainer import in_iteration, read_records, train_runs
 
@@ -98,7 +98,7 @@ LOST = {"p_sync": 0.8, "loss_unit": "packet", "packet_bytes": 256}
 )
 @pytest.mark.slow
 def test_islands_stop_after_the_same_iteration(ranks, settings, loss, data, tmp_path):
-    """A signal to one rank of one of them crosses with what they exchange, or is asked for by those who exchange nothing."""
+    """A signal comes to one rank of one of them."""
     config = LONG | data | {"train_iters": 600, "save": str(tmp_path)} | settings
     run_ranks(told_to_stop, ranks, (config, loss | {"save_consensus": True}), grouped=False)
     found = {latest_iteration(tmp_path / f"island_{number}") for number in range(loss["islands"])}
@@ -106,40 +106,34 @@ def test_islands_stop_after_the_same_iteration(ranks, settings, loss, data, tmp_
     assert latest_iteration(tmp_path / "consensus") is not None
 
 
-class Seat:
-    """A place in a meeting of islands on threads."""
-
-    def __init__(self, table: Table, island: int) -> None:
-        self.table, self.island = table, island
-
-    def largest(self, value: int, patience: object = None) -> int:
-        return max(map(int, self.table.exchange(self.island, torch.tensor(value))))
+def worlds(islands, store):
+    """Return the worlds of the first ranks of ``islands``, which meet in ``store``."""
+    return [
+        SimpleNamespace(store=lambda *_: store, island=island, islands=islands, rank=0) for island in range(islands)
+    ]
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_all_stop_after_the_same_iteration_whoever_hears_it_when(seed):
-    """Islands of their own pace, stopped far apart or not at all, with most of their messages lost."""
+def test_all_stop_after_the_same_iteration_whichever_is_told_when(seed):
+    """Islands of their own pace, stopped far apart or not at all."""
     random = np.random.default_rng(seed)
     islands, length = int(random.integers(2, 5)), 200
-    table = Table(islands)
-    stoppings = [Stopping(Seat(table, island)) for island in range(islands)]
+    stoppings = [Stopping(world) for world in worlds(islands, torch.distributed.HashStore())]
     told = {} if seed % 4 == 0 else {int(random.integers(islands)): int(random.integers(1, length)) for _ in range(2)}
-    pace, heard = random.uniform(0.0, 0.002, islands), random.random((islands, length, islands)) < 0.2
+    pace = random.uniform(0.0, 0.002, islands)
 
     def run(island: int) -> tuple[int, int]:
         mine = stoppings[island]
         for iteration in range(1, length + 1):
             if told.get(island) == iteration:
-                mine.hear(15)
+                mine.stop(15)
             number, last = mine.begin()
             assert last == 0 or iteration <= last
             time.sleep(pace[island])
-            for other in np.flatnonzero(heard[island, iteration - 1]):
-                mine.hear(stoppings[other].number)
             if number and iteration == last:
                 break
         mine.leave()
-        return iteration, mine.number
+        return iteration, number
 
     with ThreadPoolExecutor(islands) as pool:
         ended = list(pool.map(run, range(islands)))
@@ -150,26 +144,25 @@ def test_all_stop_after_the_same_iteration_whoever_hears_it_when(seed):
         assert ended[0][0] >= min(told.values())
 
 
-def hear_late(rank: int) -> tuple[int, int]:
-    """Stop one island at once, and the other 5 s later, which ends so late. The world's time is 2 s."""
+def begin_late(rank: int) -> tuple[int, int]:
+    """Stop one island at once, which ends 5 s later than the other; that one begins, with a signal of its own, 5 s later. The world's time is 2 s."""
     world = IslandWorld(2)
     world.open(device.init_process_group, timedelta(seconds=2))
-    stopping = Stopping(world.meet("stop"))
     if rank:
         time.sleep(5)
-    stopping.hear(15)
+    stopping = Stopping(world)
+    stopping.stop(15)
     while not (known := stopping.begin())[1]:
         time.sleep(0.01)
     if not rank:
         time.sleep(5)
-    world.wait_for_first(stopping.leave)
+    stopping.leave()
     return known
 
 
 @pytest.mark.slow
 def test_others_are_waited_for_longer_than_for_an_answer():
-    """They learn of it with their next exchange, which may be hours away, and end when they have."""
-    first, second = run_ranks(hear_late, 2, grouped=False)
+    first, second = run_ranks(begin_late, 2, grouped=False)
     assert first == second and first[0] == 15
 
 
@@ -177,11 +170,11 @@ def leave_late(rank: int) -> float:
     """Let the first rank of one of two islands finish 5 s later; the world's time is 2 s."""
     world = IslandWorld(2)
     world.open(device.init_process_group, timedelta(seconds=2))
-    stopping = Stopping(None if world.rank else world.meet("stop"))
+    stopping = Stopping(world)
     began = time.monotonic()
     if rank == 2:
         time.sleep(5)
-    world.wait_for_first(stopping.leave)
+    stopping.leave()
     return time.monotonic() - began
 
 
@@ -192,12 +185,11 @@ def test_ranks_of_an_island_that_ends_early_wait_as_its_first_does():
 
 def test_what_goes_wrong_between_islands_is_raised_by_the_next_iteration():
     class Broken:
-        def largest(self, value: int, patience: object = None) -> int:
+        def check(self, keys: list[str]) -> bool:
             raise RuntimeError("connection closed by peer")
 
-    stopping = Stopping(Broken())
-    assert stopping.begin() == (0, 0)
-    stopping.hear(2)
+    [world, _] = worlds(2, Broken())
+    stopping = Stopping(world)
     stopping._thread.join()
     with pytest.raises(RuntimeError, match="closed by peer"):
         stopping.begin()

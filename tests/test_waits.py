@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_lossy.channel.corruption import make_corruption
 from megatron_lossy.channel.corruption.applied import Errors
 from megatron_lossy.config import LossyConfig
+from megatron_lossy.mechanisms.islands.mean import Mean
 from megatron_lossy.mechanisms.islands.monitor import IslandMonitor
 from megatron_lossy.mechanisms.islands.ranks import RankIslands
-from megatron_lossy.mechanisms.islands.rounds import Mean
 from megatron_lossy.mechanisms.islands.vector import Places
 from tests.rules import reduce
 from tests.test_streams import Graph

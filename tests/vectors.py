@@ -21,7 +21,7 @@ def vectors_of(weights: torch.Tensor) -> list[Vector]:
     return [Vector([Segment(0, row, None)], len(row), row.device) for row in weights]
 
 
-def rounds_of(config: LossyConfig, weights: torch.Tensor, steps: int = 100_000) -> Rounds[InMemory]:
+def rounds_of(config: LossyConfig, weights: torch.Tensor, steps: int = 100_000) -> Rounds:
     """Return the exchanges between islands with ``weights`` [islands, size], which they change."""
     subset, crossing = Subset(config, weights.shape[1], 1, STREAM), InMemory(config, STREAM, None)
     return Rounds(config, subset, vectors_of(weights), crossing, steps, weights.device)

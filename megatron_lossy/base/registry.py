@@ -159,4 +159,4 @@ MECHANISMS = Mechanisms(
 )
 
 #: Kinds of several jobs in one run, by the name of one job.
-JOBS = Registry("megatron_lossy.jobs", {"island": "megatron_lossy.mechanisms.islands.jobs:IslandJobs"})
+JOBS = Registry("megatron_lossy.jobs", {"island": "megatron_lossy.mechanisms.islands:IslandJobs"})

@@ -58,13 +58,12 @@ def means(rank):
 
 
 def _bits(means_, told):
-    """Return the values that arrived, their places, those owed, and the reports."""
+    """Return the values that arrived, their places, and the reports."""
     result = []
     for mean in means_:
         arrived = torch.ones_like(mean.values, dtype=torch.bool) if mean.arrived is None else mean.arrived[0]
         values = mean.values.where(arrived, 0.0).cpu().view(torch.int32).tolist()
-        owed = None if mean.owed is None else mean.owed[0].where(arrived, 0.0).cpu().tolist()
-        result.append((values, arrived.cpu().tolist(), owed))
+        result.append((values, arrived.cpu().tolist()))
     return result, [[(one.exchange, one.arrived.tolist()) for one in island] for island in told]
 
 

@@ -263,7 +263,7 @@ def _between(lossy: LossyConfig, elements: float) -> dict[str, float]:
     corrects = lossy.correction if lossy.sync_method == "parameters" else None
     predicts = corrects == "smith" and lossy.may_overlap
     found = {"averages under way": under_way + (sent * _FLOAT32 if predicts else 0)}
-    if lossy.sync_bits:
+    if lossy.sync_dtype != "fp32":
         found["rests of rounded means"] = elements * _FLOAT32
     if corrects == "ema" or predicts:
         found["correction"] = elements * _FLOAT32

@@ -15,10 +15,8 @@ import numpy as np
 from ...base.errors import refuse
 from ...base.exchange import Delivery
 from ...config import LossyConfig
-from ...mechanisms.islands.mean import InMemory
 from ...mechanisms.islands.monitor import EpochLog, line
-from ...mechanisms.islands.presence import Epoch, Member, Slot, needed_visits
-from ...mechanisms.islands.rounds import MemberRounds, Rounds
+from ...mechanisms.islands.rounds import Epoch, Member, MemberRounds, Rounds, Slot, needed_visits
 from .island_schedule import FLAG, Schedule, read_schedule
 from .islands import VirtualIslands
 
@@ -231,11 +229,11 @@ class ChurningIslands(VirtualIslands):
         self.observers += [] if log is None else [log]
         self.churn = Churn(config, steps, None if log is None else log.add)
 
-    def _make_rounds(self, *arguments: Any) -> Rounds[InMemory]:
+    def _make_rounds(self, *arguments: Any) -> Rounds:
         return MemberRounds(*arguments, presence=self.churn.presence)
 
     @property
-    def _member_rounds(self) -> list[MemberRounds[InMemory]]:
+    def _member_rounds(self) -> list[MemberRounds]:
         return [rounds for rounds in self._rounds if isinstance(rounds, MemberRounds)]
 
     # --- presence ------------------------------------------------------------------------------------------------

@@ -29,8 +29,7 @@ from ...hooks.buckets import bucket_sizes
 from ...hooks.rng import on_cpu, rng_state, set_rng_state
 from ...hooks.versions import optimizers as inner_optimizers
 from ...mechanisms.islands.flags import CONSENSUS_FOLDER
-from ...mechanisms.islands.form import bytes_sent
-from ...mechanisms.islands.mean import InMemory
+from ...mechanisms.islands.mean import InMemory, bytes_sent
 from ...mechanisms.islands.monitor import IslandMonitor
 from ...mechanisms.islands.rounds import Rounds
 from ...mechanisms.islands.vector import Subset, Vector, shard_vector
@@ -69,7 +68,7 @@ class VirtualIslands(Run, JobGroup):
         self._monitor = IslandMonitor(self._spread)
         self.observers = [self._monitor]
         self._kept: list[list[torch.Tensor]] = []  # by island, the parameters of each bucket
-        self._rounds: list[Rounds[InMemory]] = []  # by shard of the weights
+        self._rounds: list[Rounds] = []  # by shard of the weights
         self._random: dict[int, dict[str, Any]] = {}
 
     # --- building --------------------------------------------------------------------------------------------------
@@ -118,7 +117,7 @@ class VirtualIslands(Run, JobGroup):
         """The islands that the mean is of."""
         return range(len(self.clusters))
 
-    def _make_rounds(self, *arguments: Any) -> Rounds[InMemory]:
+    def _make_rounds(self, *arguments: Any) -> Rounds:
         return Rounds(*arguments)
 
     # --- an iteration ----------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,13 +24,10 @@ from ...base.fingerprint import finite
 from ...config import LossyConfig
 from ...recovery.rows import to_device, used_here
 from ...transport.base import draw
-from .carrying import Carrier, Collectives, IslandLink
+from .carrying import Carrier
 from .flags import SYNC_PHASES
-from .form import SIGNAL, Codes, Form, Rest, form_of
-from .mean import elements_of, finite_rows, mean_of, networks_between, owed_to
-from .rounds import Mean
+from .mean import Form, Mean, Rest, elements_of, finite_rows, mean_of, networks_between
 from .vector import Places
-from .world import Meeting, Stopping
 
 _HOST = torch.device("cpu")
 #: Integers as long as elements.
@@ -38,7 +35,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 class Pieces:
-    """``own`` float32[k] in ``islands`` pieces of ``form``, with room for :data:`SIGNAL` more items behind each.
+    """``own`` float32[k] in ``islands`` pieces of ``form``.
 
     ``own`` becomes what is sent: as it arrives. If some values are not finite, all pieces are blank: so the others see that nothing
     comes from here. ``count``: k. ``shard``, ``units``: the elements of a piece. ``here``: whether they were in host memory from the beginning.
@@ -52,42 +49,28 @@ class Pieces:
         self.here = is_here(own)
         missing = islands * self.shard - len(own)
         whole = torch.nn.functional.pad(own, (0, missing)) if missing else own
-        items = form.items(self.units)
-        rows = own.new_zeros(islands, items + SIGNAL, dtype=form.dtype)
-        form.encode(whole.view(islands, self.shard), self.units, rows[:, :items])
+        rows = own.new_empty(islands, form.items(self.units), dtype=form.dtype)
+        form.encode(whole.view(islands, self.shard), self.units, rows)
         if not form.exact:
-            own.copy_(form.decode(rows[:, :items], self.units).view(-1)[: len(own)])
+            own.copy_(form.decode(rows, self.units).view(-1)[: len(own)])
         present = finite([own])
-        self._present: bool | PendingArray = (
-            bool(present) if self.here else PendingArray(present)
-        )  # before the long copy
-        self._rows: torch.Tensor | PendingArray = rows
-        if not self.here:
-            self._leave(rows.masked_fill_(~present, form.blank))
-        elif not self._present:
-            rows.fill_(form.blank)
-
-    @property
-    def present(self) -> bool:
-        """Whether all values are finite."""
-        if isinstance(self._present, PendingArray):
-            self._present = bool(self._present.wait())
-        return self._present
-
-    @property
-    def rows(self) -> torch.Tensor:
-        """[M, items + SIGNAL], in host memory."""
-        if isinstance(self._rows, PendingArray):
-            self._rows = torch.from_numpy(self._rows.wait()).view(self._dtype)
-        return self._rows
-
-    def _leave(self, rows: torch.Tensor) -> None:
-        """Begin to copy ``rows`` to the host. Nothing depends on the values."""
+        self._present = PendingArray(present)  # before the long copy
+        rows.masked_fill_(~present, form.blank)
         if rows.device.type == "cuda":
             stream_aside(rows.device).wait_stream(torch.cuda.current_stream(rows.device))
         with aside(rows.device):
             used_here((rows,))
             self._rows = PendingArray(rows.view(_BITS[rows.element_size()]))  # NumPy has no bfloat16
+
+    @property
+    def present(self) -> bool:
+        """Whether all values are finite."""
+        return bool(self._present.wait())
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """[M, items], in host memory."""
+        return torch.from_numpy(self._rows.wait()).view(self._dtype)
 
 
 class CopyMark:
@@ -104,26 +87,6 @@ class CopyMark:
         if self._event is not None:
             self._event.wait()
             used_here(tensor for tensor in tensors if tensor is not None)
-
-
-def carriers_of(
-    config: LossyConfig,
-    most: int,
-    island: int,
-    prefix: str,
-    store: Callable[[str], Any],
-    meet: Callable[[str], Meeting],
-    patience: float,
-) -> list[Carrier]:
-    """Return a carrier for each exchange that crosses at once, for a rank of ``island``; ``prefix``: of names.
-
-    ``most``: elements of an exchange at most. ``store``, ``meet``: the store and the meeting of a name, of the ranks
-    with this one's place in every island. ``patience``: seconds for an island that sends nothing.
-    """
-    names = [f"{prefix}{lane}" for lane in range(config.lanes)]
-    if not config.observed:
-        return [Collectives(meet(name)) for name in names]
-    return [IslandLink(config, name, island, config.islands, store(name), most, patience) for name in names]
 
 
 class Parties(NamedTuple):
@@ -175,10 +138,9 @@ class Outcome(NamedTuple):
 class RankExchanges:
     """The exchanges of island ``island``, which this process belongs to.
 
-    ``carriers``: take turns, each on a thread of its own. ``told``: gets the deliveries at this island: when an exchange
-    begins, if its arrivals are drawn then, else when its mean is asked for, or at :meth:`tell`. ``steps``: length of the run, if
-    known. ``stopping``: its number crosses behind every piece and every mean. Raises :class:`UsageError` for a channel
-    that cannot serve the islands.
+    ``parties``: returns those of an exchange by its number; as many numbers as there are lanes cross at once, each on a thread of its own.
+    ``told``: gets the deliveries at this island: when an exchange begins, if its arrivals are drawn then, else when its mean is asked
+    for, or at :meth:`tell`. ``steps``: length of the run, if known. Raises :class:`UsageError` for a channel that cannot serve the islands.
     """
 
     def __init__(
@@ -186,35 +148,32 @@ class RankExchanges:
         config: LossyConfig,
         stream: Stream,
         island: int,
-        carriers: Sequence[Carrier],
+        parties: Callable[[int], Parties],
         steps: int | None,
         told: Callable[[Delivery], None],
-        stopping: Stopping | None = None,
     ) -> None:
         self._config, self._stream, self._island = config, stream, island
-        self._form = form_of(config)
-        self.rest = Rest() if isinstance(self._form, Codes) else None
+        self._form = Form(config)
+        self.rest = None if self._form.exact else Rest()
         self._networks = networks_between(config, stream, steps)
-        self._told = told
-        self._stopping = stopping or Stopping()
-        self.carriers = list(carriers)
-        self._threads = [ThreadPoolExecutor(1, thread_name_prefix="megatron-lossy-islands") for _ in carriers]
-        self._begun = 0
+        self._told, self._parties = told, parties
+        names = ["megatron-lossy-islands"] * config.lanes
+        self._threads = [ThreadPoolExecutor(1, thread_name_prefix=name) for name in names]
         self._rounded = threading.Event()  # the mean of the latest exchange
         self._rounded.set()
         self._untold: Waiting | None = None
 
     def begin(self, step: int, sent: torch.Tensor, places: Places | None = None) -> Waiting:
-        """Begin the exchange of ``sent`` float32[1, k] at ``places``, keyed by the iteration ``step``. See :class:`.Crossing`."""
+        """Begin the exchange of ``sent`` float32[1, k]. See :meth:`.InMemory.begin`."""
         [own] = sent
-        turn, self._begun = self._begun % len(self._threads), self._begun + 1
-        parties = self._parties(turn)
+        exchange = (step + 1) // self._config.sync_interval - 1
+        parties = self._parties(exchange)
         pieces = Pieces(own, len(parties.senders), self._form)
         drawn = [self._drawn(phase, step, pieces.units, parties.senders) for phase in SYNC_PHASES]
         before, self._rounded = self._rounded, threading.Event()
         here = None if places is None else places.on(_HOST)
         task = Task(step, parties, pieces, drawn, here, self.rest, before, self._rounded)
-        future = self._threads[turn].submit(self._run, task)
+        future = self._threads[exchange % len(self._threads)].submit(self._run, task)
         if parties.carrier.observes:
             return Waiting(future, own, lambda crossed: self._tell(task, crossed.arrived))
         waiting = Waiting(future, own, lambda _: self._tell(task, task.arriving()))
@@ -232,10 +191,6 @@ class RankExchanges:
         if self._untold is not None:
             self._untold.tell()
             self._untold = None
-
-    def _parties(self, turn: int) -> Parties:
-        """Return the parties of the exchange that begins, on the thread number ``turn``."""
-        return Parties(range(self._config.islands), self._island, self.carriers[turn])
 
     def _tell(self, task: Task, arrived: Sequence[np.ndarray | None]) -> None:
         owner = task.parties.place is not None
@@ -258,78 +213,49 @@ class RankExchanges:
             return self._cross(task)
         finally:
             task.rounded.set()  # whatever happened, the next one need not wait
+            task.parties.carrier.end()
 
     def _cross(self, task: Task) -> Outcome:
         """Make both halves of the exchange, on a thread. The mean goes to the device."""
         parties, units, device = task.parties, task.pieces.units, task.pieces.device
-        sent, drawn = task.pieces.rows, task.arriving()
-        self._say(sent)
-        received, arrived = parties.carrier.scatter(sent)
-        rows = self._heard(received, units, drawn[0], arrived)
+        drawn = task.arriving()
+        received, arrived = parties.carrier.scatter(task.pieces.rows)
+        rows = self._form.decode(received, units)
         reduced = _complete(rows, units, drawn[0], arrived)
         here = None if reduced.all() else elements_of(reduced[None], units, rows.device)
         exact = mean_of(rows[:, None], here)[0]
-        sent, mean = self._message(task, exact, reduced.any(axis=0))
-        self._say(sent)
-        gathered, arrived = parties.carrier.gather(sent)
-        values = self._heard(gathered, units, drawn[1], arrived)
+        gathered, arrived = parties.carrier.gather(self._message(task, exact, reduced.any(axis=0)))
+        values = self._form.decode(gathered, units)
         complete = _complete(values, units, drawn[1], arrived)
         lossless = complete.all() and drawn[0] is None and drawn[1] is None
         with aside(device):
-            # As units, and without the zeros that are owed to others: the device makes elements of them.
+            # As units: the device makes elements of them.
             back = None if lossless else elements_of(complete[None], units, device)[0].reshape(-1)
-            owed = None
-            if self.rest is None and not self._form.exact and parties.place is not None:
-                rest = to_device((exact - mean)[None], device)
-                owed = owed_to([parties.place], rest, len(parties.senders))
-            mine = Mean(to_device(values.reshape(-1), device), back, owed)
+            mine = Mean(to_device(values.reshape(-1), device), back)
         return Outcome(mine, CopyMark(device), [reduced, complete])
 
-    def _message(self, task: Task, exact: torch.Tensor, averaged: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the message of the own means [items + SIGNAL], and as they arrive [shard]. ``averaged`` bool[units]."""
+    def _message(self, task: Task, exact: torch.Tensor, averaged: np.ndarray) -> torch.Tensor:
+        """Return the message [items] of the own means ``exact`` [shard]. ``averaged`` bool[units]."""
         units, place = task.pieces.units, task.parties.place
-        items = self._form.items(units)
-        sent = torch.zeros(items + SIGNAL, dtype=self._form.dtype)
+        sent = torch.empty(self._form.items(units), dtype=self._form.dtype)
 
         def crosses(values: torch.Tensor) -> torch.Tensor:
-            self._form.encode(values[None], units, sent[None, :items])
-            return self._form.decode(sent[None, :items], units)[0]
+            self._form.encode(values[None], units, sent[None])
+            return self._form.decode(sent[None], units)[0]
 
         there = None if averaged.all() else elements_of(averaged[None, None], units, exact.device)[0, 0]
         if task.rest is not None and place is not None:
             task.before.wait()
-            mean = task.rest.crossing(0, place, task.places, task.pieces.count, exact, there, crosses)
+            task.rest.crossing(0, place, task.places, task.pieces.count, exact, there, crosses)
             task.rounded.set()
         else:  # elements without a sender have no mean; NaN marks them for the others
-            mean = crosses(exact if there is None else exact.masked_fill(~there, torch.nan))
-        return sent, mean
-
-    def _say(self, rows: torch.Tensor) -> None:
-        """Put the signal to stop behind each of ``rows``, as bits."""
-        rows.view(_BITS[rows.element_size()])[..., -1] = self._stopping.number
-
-    def _heard(
-        self, rows: torch.Tensor, units: BucketUnits, drawn: np.ndarray | None, arrived: np.ndarray | None
-    ) -> torch.Tensor:
-        """Return float32[M, shard]: the values of ``rows``, without the signals to stop behind them.
-
-        A signal counts only if it arrived: with the last elements, or in a unit behind them.
-        """
-        items = self._form.items(units)
-        said = rows.view(_BITS[rows.element_size()])[:, -1].numpy()
-        if drawn is not None:
-            said = said * drawn[:, -1]
-        if arrived is not None:
-            said = said * arrived[:, items // self._form.packet]  # a shard may be shorter than a packet
-        self._stopping.hear(int(said.max()))
-        return self._form.decode(rows[:, :items], units)
+            crosses(exact if there is None else exact.masked_fill(~there, torch.nan))
+        return sent
 
     def close(self) -> None:
-        """End the exchanges and close the carriers."""
+        """End the exchanges: those that all islands have begun come to their end."""
         for thread in self._threads:
-            thread.shutdown()  # exchanges that all islands have begun come to their end
-        for carrier in self.carriers:
-            carrier.close()
+            thread.shutdown()
 
 
 def _complete(
@@ -369,11 +295,7 @@ class Waiting:
         if self._mean is None:
             crossed = self._future.result()
             self.tell(crossed)
-            (values, arrived, owed), count = crossed.mean, len(self._own)
-            crossed.brought.use(values, arrived, owed)
-            self._mean = Mean(
-                values[:count],
-                None if arrived is None else arrived[None, :count],
-                None if owed is None else owed[:, :count],
-            )
+            (values, arrived), count = crossed.mean, len(self._own)
+            crossed.brought.use(values, arrived)
+            self._mean = Mean(values[:count], None if arrived is None else arrived[None, :count])
         return self._mean

@@ -1,4 +1,5 @@
-"""Carriers of exchanges between ranks of one number of all islands, in host memory: over gloo, as datagrams, or over streams.
+"""Carriers of exchanges between ranks of one number of all islands, in host memory: over gloo, as datagrams, or over streams; and those of
+islands that come and go, among the members of an epoch.
 
 In both halves of an exchange a unit that does not arrive in time is lost, and reported. Messages have the length of the longest exchange,
 of one launch or of so many senders; shorter ones end in zeros.
@@ -6,20 +7,29 @@ of one launch or of so many senders; shorter ones end in zeros.
 
 from __future__ import annotations
 
+import logging
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from ...config import LossyConfig
 from ...transport.ends import end_for
-from ...transport.leaving import Departures, patiently
+from ...transport.leaving import Departures, PeerLost, patiently
 from .copying import PART
 from .flags import SYNC_PHASES
-from .form import SIGNAL, Codes, form_of
+from .mean import Form, mean_of
+from .monitor import Diary
+from .rounds import Epoch
 from .world import Meeting
+
+if TYPE_CHECKING:
+    from .connections import Connections, Crossing, Pair
+
+logger = logging.getLogger(__name__)
 
 
 class Carrier(ABC):
@@ -39,6 +49,9 @@ class Carrier(ABC):
     def gather(self, own: torch.Tensor) -> tuple[torch.Tensor, np.ndarray | None]:
         """Return [M, n]: ``own`` [n] of every island, and the units that arrived as in :meth:`scatter`."""
 
+    def end(self) -> None:
+        """Note that an exchange is over, also if it failed."""
+
     def close(self) -> None:
         """Close the carrier after the last exchange."""
 
@@ -50,11 +63,9 @@ class Collectives(Carrier):
         self._meeting = meeting
 
     def scatter(self, pieces: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """See :class:`.Carrier`."""
         return self._meeting.all_to_all(pieces), None
 
     def gather(self, own: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """See :class:`.Carrier`."""
         return self._meeting.all_gather(own), None
 
 
@@ -76,19 +87,18 @@ class IslandLink(Carrier):
         config: LossyConfig,
         name: str,
         rank: int,
-        size: int,
         store: Any,
         most: int,
         patience: float,
     ) -> None:
         self.name, self.rank = f"islands {name}", rank
-        self._size, self._patience = size, patience
-        form = form_of(config)
-        self._shard = shard = form.items(form.cut(-(-most // size))) + SIGNAL
+        self._size, self._patience = size, _ = config.islands, patience
+        form = Form(config)
+        self._shard = shard = form.items(form.cut(-(-max(most, 1) // size)))
         bucket = (shard * form.dtype.itemsize, form.packet * form.dtype.itemsize)
         buckets = {phase: [bucket] for phase in SYNC_PHASES}
-        codes = {phase: str(form.code) for phase in SYNC_PHASES} if isinstance(form, Codes) else {}
-        alike = repr((config.sync_subset, list(range(size)), form.code if isinstance(form, Codes) else None))
+        codes = {} if form.code is None else dict.fromkeys(SYNC_PHASES, str(form.code))
+        alike = repr((config.sync_subset, list(range(size)), form.code))
         end = end_for(config)
         self._channel = end.open(
             self.name, rank, size, store, name, buckets, alike=alike, phases=SYNC_PHASES, codes=codes
@@ -164,10 +174,12 @@ class Buckets:
     """The messages of two islands that come and go, by their numbers. ``most``: by shard, the most elements of an exchange."""
 
     def __init__(self, config: LossyConfig, most: Sequence[int]) -> None:
-        form = form_of(config)
+        form = Form(config)
         self.packet, self._lanes, self._islands = form.packet, config.lanes, config.islands
-        cuts = [form.cut(-(-elements // senders)) for elements in most for senders in range(1, config.islands + 1)]
-        self._items = [form.items(cut) + SIGNAL for cut in cuts]
+        cuts = [
+            form.cut(-(-max(elements, 1) // senders)) for elements in most for senders in range(1, config.islands + 1)
+        ]
+        self._items = [form.items(cut) for cut in cuts]
         unit = form.packet * form.dtype.itemsize
         exchanges = [(items * form.dtype.itemsize, unit) for items in self._items for _ in range(self._lanes)]
         parts = [(size, unit) for _ in _ROLES for size in _SIZES]
@@ -177,11 +189,10 @@ class Buckets:
             len(exchanges) + number: np.ones((2, -(-size // unit)), dtype=bool)
             for number, (size, _) in enumerate(parts)
         }
-        code = form.code if isinstance(form, Codes) else None
         #: Arguments of a channel, by name.
         self.named = {
-            "alike": repr((config.sync_subset, code)),
-            "codes": {} if code is None else dict.fromkeys(SYNC_PHASES, str(code)),
+            "alike": repr((config.sync_subset, form.code)),
+            "codes": {} if form.code is None else dict.fromkeys(SYNC_PHASES, str(form.code)),
             "reported": [(phase, number) for phase in SYNC_PHASES for number in self.must],
         }
 
@@ -194,3 +205,140 @@ class Buckets:
         """Return the number of the shortest message of ``role`` with room for ``size`` bytes, and its bytes."""
         which = next(number for number, most in enumerate(_SIZES) if size <= most)
         return len(self._items) * self._lanes + _ROLES.index(role) * len(_SIZES) + which, _SIZES[which]
+
+
+#: How much longer the means of an island are waited for: it may have waited for another one.
+_LONGER = 1.5
+
+
+class EpochView:
+    """The members of ``epoch``, number ``number`` of the island ``slot``, as that sees them.
+
+    ``pairs``: its connections with the others, by slot. ``diary``: notes those of which a message does not come.
+    """
+
+    def __init__(
+        self,
+        epoch: Epoch,
+        number: int,
+        slot: int,
+        connections: Connections | None,
+        pairs: Mapping[int, Pair],
+        diary: Diary,
+    ) -> None:
+        self.number = number
+        self.epoch, self.slot, self.connections, self.pairs, self._diary = epoch, slot, connections, pairs, diary
+        self.senders, self.alone = epoch.senders, len(epoch.members) == 1
+        #: The place of this island among the senders, or ``None``: it listens.
+        self.place = self.senders.index(slot) if slot in self.senders else None
+
+    def hold(self, users: int) -> None:
+        """See :meth:`.Pair.hold`."""
+        for pair in self.pairs.values():
+            pair.hold(users)
+
+    def loses(self, pair: Pair, waited: float) -> None:
+        """Note, on a thread, that ``pair`` was waited for in vain."""
+        why = pair.why or "it sends nothing"
+        self._diary.note("lost contact", with_island=pair.slot, seconds=round(waited, 3), why=why)
+        logger.warning(
+            "island %d: lost contact with island %d (%s); what it does not send in time counts as lost",
+            *(self.slot, pair.slot, why),
+        )
+
+    def means(self, shards: Sequence[torch.Tensor], count: int) -> Sequence[torch.Tensor] | None:
+        """Return the means of ``shards`` [n] over the senders, added up in their order. ``count``: see :meth:`.Connections.swap`.
+
+        Return ``None`` on an island that does not send, and if one of the others is lost.
+        """
+        if self.place is None or self.connections is None:
+            return None
+        others = {slot: self.pairs[slot] for slot in self.senders if slot != self.slot}
+        own = torch.cat([shard.detach().cpu() for shard in shards])
+        try:
+            theirs = self.connections.swap(others, count, own)
+        except PeerLost as error:
+            logger.warning(
+                "island %d: no mean of all islands' weights (%s); its own are in its place", self.slot, error
+            )
+            return None
+        mean = mean_of([theirs.get(slot, own) for slot in self.senders], None)
+        return mean.to(shards[0].device).split(list(map(len, shards)))
+
+
+class Lane(Carrier):
+    """The exchange number ``exchange`` of a shard among the members of an epoch; ``None``: nothing is carried.
+
+    ``shard``: the number of the vector on its rank. ``diary``: counts the messages of others.
+    """
+
+    observes = True
+
+    def __init__(
+        self,
+        config: LossyConfig,
+        among: EpochView | None,
+        shard: int,
+        exchange: int,
+        diary: Diary,
+    ) -> None:
+        deadline = config.udp_deadline_seconds
+        self.among, self._shard, self._turn = among, shard, exchange % config.lanes
+        self._deadline = deadline if isinstance(deadline, float) else None
+        self._packets = config.loss_unit == "packet"
+        self._exchange, self._diary = exchange, diary
+        self._expected, self._came = 0 if among else 1, 0.0
+        if among is not None:
+            among.hold(1)
+
+    def end(self) -> None:
+        if self.among is not None:
+            self.among.hold(-1)
+        self._diary.ended(self._exchange, self._expected, self._came)
+
+    def scatter(self, pieces: torch.Tensor) -> tuple[torch.Tensor, np.ndarray]:
+        if self.among is None or self.among.place is None:  # it gets nothing
+            return torch.zeros_like(pieces), np.zeros(pieces.shape, dtype=bool)
+        return self._cross(0, pieces, self.among.senders)
+
+    def gather(self, own: torch.Tensor) -> tuple[torch.Tensor, np.ndarray]:
+        if self.among is None:
+            return self.scatter(own[None])
+        return self._cross(1, own[None], self.among.epoch.slots)
+
+    def _cross(self, phase: int, rows: torch.Tensor, slots: Sequence[int]) -> tuple[torch.Tensor, np.ndarray]:
+        """Send a row of ``rows`` to each of ``slots``, or the only one to all, if this island sends, and get one of each sender."""
+        among = self.among
+        assert among is not None and among.connections is not None
+        buckets, senders, count = among.connections.buckets, among.senders, rows.shape[1]
+        bucket, items = buckets.exchange(self._shard, self._turn, len(senders))
+        received = torch.zeros(len(senders), items, dtype=rows.dtype)
+        arrived = np.zeros((len(senders), -(-items // buckets.packet)), dtype=bool)
+        places = {slot: place for place, slot in enumerate(senders)}
+        padded = torch.nn.functional.pad(rows, (0, items - count))
+        sent = dict(zip(slots, padded.expand(len(slots), -1))) if among.place is not None else {}
+        began = time.monotonic()
+        crossings: dict[int, Crossing | None] = {}
+        for slot, pair in among.pairs.items():
+            out = sent.get(slot)
+            into = received[places[slot]] if slot in places else None
+            within = pair.patience * (_LONGER if phase else 1.0)
+            if self._deadline is not None:
+                within = min(within, self._deadline)
+            if out is not None or into is not None:
+                crossings[slot] = pair.begin(SYNC_PHASES[phase], bucket, self._exchange, out, into, within)
+        for slot, crossing in crossings.items():
+            row = among.pairs[slot].end(crossing)
+            if slot not in places:
+                continue
+            self._expected += 1
+            if row is not None and row.any():
+                arrived[places[slot]] = row
+                self._came += float(row.mean())
+            elif among.pairs[slot].in_vain():
+                among.loses(among.pairs[slot], time.monotonic() - began)
+        if among.place is not None:
+            received[among.place], arrived[among.place] = sent[among.slot], True
+        if not self._packets:  # a shard has come if all of its packets have
+            arrived = arrived.all(axis=1, keepdims=True)
+        return received[:, :count], arrived

@@ -147,7 +147,11 @@ class Pair:
         """Receive ``data`` uint8[n]. Raise :class:`PeerLost` if it does not come in ``seconds``."""
         bucket, size = self._connections.buckets.part(role, len(data))
         into = torch.zeros(size, dtype=torch.uint8)
-        row = self.end(self.begin(SYNC_PHASES[0], bucket, number, None, into, seconds))
+        self.take(self.begin(SYNC_PHASES[0], bucket, number, None, into, seconds), into, data)
+
+    def take(self, crossing: Crossing | None, into: torch.Tensor, data: torch.Tensor) -> None:
+        """Wait until all of the message is in ``into``, and copy it to ``data`` uint8[n]. Raise :class:`PeerLost`."""
+        row = self.end(crossing)
         if row is None or not row.all():
             raise PeerLost(f"island {self.slot}: {self.why or 'a part did not come'}")
         data.copy_(into[: len(data)])
@@ -391,12 +395,13 @@ class Connections:
         with self._changed:
             return [pair for there in self._pairs.values() for pair in there.values()]
 
-    def swap(self, pairs: Mapping[int, Pair], number: int, own: torch.Tensor) -> dict[int, torch.Tensor]:
-        """Send ``own``, in host memory, to all of ``pairs``, and return theirs, which are as long. ``number``: see :meth:`parts`.
+    def swap(self, pairs: Mapping[int, Pair], count: int, own: torch.Tensor) -> dict[int, torch.Tensor]:
+        """Send ``own`` [n], in host memory, to all of ``pairs``, and return theirs [n]. Raise :class:`PeerLost`.
 
-        Raise :class:`PeerLost`.
+        ``count``: the number of these calls, which rises and is the same on all.
         """
-        data = own.contiguous().view(-1).view(torch.uint8)
+        data = own.view(torch.uint8)
+        number = count * -(-len(data) // PART) % 2**31
         found = {slot: torch.empty_like(own) for slot in pairs}
         for first in range(0, len(data), PART):
             bucket, size = self.buckets.part("whole", PART)
@@ -407,18 +412,9 @@ class Connections:
                 for slot, pair in pairs.items()
             }
             for slot, pair in pairs.items():
-                row = pair.end(crossing[slot])
-                if row is None or not row.all():
-                    raise PeerLost(f"island {slot}: {pair.why or 'a part of its weights did not come'}")
+                pair.take(crossing[slot], into[slot], found[slot].view(torch.uint8)[first : first + PART])
                 pair.leave(crossing[slot], self.patience)
-                rest = found[slot].view(-1).view(torch.uint8)[first : first + PART]
-                rest.copy_(into[slot][: len(rest)])
         return found
-
-    @staticmethod
-    def parts(own: torch.Tensor) -> int:
-        """Return the numbers of messages that :meth:`swap` takes."""
-        return -(-own.numel() * own.element_size() // PART)
 
     # --- output for the user -------------------------------------------------------------------------------------------
 
@@ -437,7 +433,7 @@ class Connections:
         """Return the rates towards every other island."""
         return {pair.slot: rates for pair in self.pairs if (rates := pair.counters()[1])}
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Close all, once what was sent has left."""
         with self._changed:
             self.ended, pairs = True, self.pairs

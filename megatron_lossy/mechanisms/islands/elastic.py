@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,11 +28,10 @@ from ...base.fetch import PendingArray
 from ...base.flags import identity, texts_by_flag
 from ...config import LossyConfig
 from ...recovery.rows import to_device
-from ...transport.leaving import PeerLost
 from ...transport.network import read_key_file
-from . import first_rank
-from .between_members import EpochView, MemberExchanges
-from .between_ranks import RankExchanges
+from . import copying, first_rank, unequal
+from .between_ranks import Parties, RankExchanges
+from .carrying import EpochView, Lane
 from .connections import Connections, Pair
 from .copying import Rejoining, held_rules, put_rules, source_of
 from .first_rank import FirstRank, LostSlot
@@ -40,13 +39,11 @@ from .membership.messages import Entry, read, slot_of
 from .membership.protocol import Local
 from .membership.store import check_url, open_store
 from .monitor import Diary
-from .presence import Standing, epoch_of
 from .ranks import RankIslands
-from .rounds import MANY, MemberRounds, Rounds
+from .rounds import MANY, MemberRounds, Rounds, Standing, epoch_of
 from .rules import Rule
-from .unequal import PartRounds, PartVector, held_state, parameters_of, put_state
 from .vector import Subset, Vector
-from .world import ElasticWorld, Stopping
+from .world import ElasticWorld
 
 logger = logging.getLogger(__name__)
 
@@ -56,13 +53,6 @@ _ROUND = 20.0
 _SUMS = 4
 #: Exchanges that the time from one to the next is taken from.
 _RECENT = 20
-
-
-class EntryRole(NamedTuple):
-    """An entry, and the role in it."""
-
-    entry: Entry
-    role: str
 
 
 class ElasticIslands(RankIslands):
@@ -77,12 +67,13 @@ class ElasticIslands(RankIslands):
         self._current: EpochView | None = None  # the epoch of the latest exchange, if this island is in one
         self._standing = Standing(config)
         self._connections: Connections | None = None  # none on a rank that exchanges nothing
-        self._known: list[EntryRole] = []  # by all ranks
+        self._known: list[tuple[Entry, str]] = []  # entries, by all ranks, and the roles in them
         self._taken_up = 0  # how many of them
         self._served = -1  # the number of the latest one in which copies were sent
         self._jump = 0  # the iteration to go on with; 0: the next one
         self._visits = 0  # how often means have set each element of a listener, on all ranks, at least
         self._begun = 0  # how often this island has begun to listen
+        self._state: Any = copying if config.sync_ranks is None else unequal  # of whole shards, or of parts
         self._rejoining = Rejoining(world.island, world.rank, config.island_patience)
         self._copied = -1  # the number of the epoch whose copy has come to all ranks
         self._logged = self._loss = 0.0  # the training loss, as this rank has it, and as any rank
@@ -144,12 +135,13 @@ class ElasticIslands(RankIslands):
         if world.rank < ranks:
             every, store = first_rank.TIMES.poll, open_store(url, key)
             self._connections = Connections(config, store, me, world.rank, ranks, most, towards, every)
+            self._carriers.append(self._connections)
         self._standing.enter(iteration)
         if world.rank == 0:
             self._first_rank = FirstRank(self, me, open_store(url, key), iteration)
             self._first_rank.begin()
         self._learn(self._wait_for(lambda first: first.begins))
-        self._diary.note("enters", at=iteration, run=self._known[-1].entry.first * config.sync_interval)
+        self._diary.note("enters", at=iteration, run=self._known[-1][0].first * config.sync_interval)
 
     def _wait_for(self, there: Callable[[FirstRank], Any]) -> Any:
         """Return ``there()`` of the first rank, once it is not ``None``. No call waits for that."""
@@ -172,7 +164,7 @@ class ElasticIslands(RankIslands):
         for text, role in texts:
             entry = read(Entry, text)
             assert entry is not None, text
-            self._known.append(EntryRole(entry, role))
+            self._known.append((entry, role))
             if self._connections is not None:
                 self._connections.among(entry)
 
@@ -197,7 +189,7 @@ class ElasticIslands(RankIslands):
             source = source_of(self._slot, senders, self.config.islands)
             self._rejoining.receive(self._connections.among(entry)[source], number)
         exchange = now // self.config.sync_interval
-        self._wait_for(lambda first: True if first.near(exchange, entry) else None)
+        self._wait_for(lambda first: first.near(exchange, entry) or None)
         return now
 
     def _miss(self, now: int) -> None:
@@ -231,7 +223,7 @@ class ElasticIslands(RankIslands):
             logger.warning("island %d: its weights were the run's before the copy of island %d", self._slot, source)
             return
         self._settle()
-        put_state(self._vectors, self._inner, put_rules(self._rules, copy.values))
+        self._state.put_state(self._vectors, self._inner, put_rules(self._rules, copy.values))
         self._gather()
         self._restart()
         self._run.begin_equal()
@@ -260,7 +252,9 @@ class ElasticIslands(RankIslands):
             signal = signal or signals.SIGTERM
         # As bits, of which the largest are those of the largest loss. Only the last pipeline stage may have one.
         loss = int(np.float64(self._logged).view(np.int64))
-        said = np.array([signal, replaced, known, jump, -self._visits_here(), came, -least, loss], dtype=np.int64)
+        built = self._built() if self._standing.slot.listens else []
+        visits = min((rounds.visits(0) for rounds in built), default=MANY)  # of an element here by means
+        said = np.array([signal, replaced, known, jump, -visits, came, -least, loss], dtype=np.int64)
         all_said = to_device(said, device.current_device())
         work = dist.all_reduce(all_said, dist.ReduceOp.MAX, async_op=True)
 
@@ -283,30 +277,21 @@ class ElasticIslands(RankIslands):
 
     def _among(self, exchange: int) -> EpochView | None:
         """Return the epoch that ``exchange`` is made in: the newest that has begun."""
-        begun = [number for number, known in enumerate(self._known) if known.entry.first <= exchange]
+        begun = [number for number, (entry, _) in enumerate(self._known) if entry.first <= exchange]
         if not begun:
             return None
-        entry = self._known[begun[-1]].entry
+        entry, _ = self._known[begun[-1]]
         if self._current is not None and self._current.number == begun[-1]:
             return self._current
         pairs = dict[int, Pair]()
         if self._connections is not None:
-            self._connections.keep([known.entry for known in self._known[begun[-1] :]])
+            self._connections.keep([entry for entry, _ in self._known[begun[-1] :]])
             pairs = self._connections.among(entry)
-        return EpochView(epoch_of(entry), begun[-1], self._slot, self._connections, pairs, self._loses)
+        return EpochView(epoch_of(entry), begun[-1], self._slot, self._connections, pairs, self._diary)
 
     @property
     def _rules(self) -> list[Rule]:
         return [rounds.rule for rounds in self._built()]
-
-    def _loses(self, pair: Pair, waited: float) -> None:
-        """Note, on a thread, that ``pair`` was waited for in vain."""
-        why = pair.why or "it sends nothing"
-        self._diary.note("lost contact", with_island=pair.slot, seconds=round(waited, 3), why=why)
-        logger.warning(
-            "island %d: lost contact with island %d (%s); what it does not send in time counts as lost",
-            *(self._slot, pair.slot, why),
-        )
 
     def end_iteration(self) -> None:
         """See :meth:`RankIslands.end_iteration`. A copy of this island gets its state as of an exchange."""
@@ -321,10 +306,9 @@ class ElasticIslands(RankIslands):
         mine = [slot for slot in listeners if source_of(slot, among.senders, self.config.islands) == self._slot]
         if mine:
             self._settle()
-        for slot in mine:
-            state = held_state(self._vectors, self._inner) | held_rules(self._rules)
-            if self._connections is not None:
-                self._rejoining.serve(among.pairs[slot], state, now)
+            state = self._state.held_state(self._vectors, self._inner) | held_rules(self._rules)
+        for slot in mine if self._connections is not None else ():
+            self._rejoining.serve(among.pairs[slot], state, now)
 
     def _exchange(self, number: int, *arguments: Any) -> None:
         now = self._run.iteration + 1
@@ -338,13 +322,12 @@ class ElasticIslands(RankIslands):
             if began is not None:
                 self._took.append(self._at - began)
             self._current = self._among(exchange - 1)
-            others = self._current is not None and len(self._current.epoch.slots) > 1
-            epoch = self._current.epoch if self._current is not None and others else None
+            epoch = None if self._current is None or self._current.alone else self._current.epoch
             self._diary.begin(exchange - 1, now, epoch, max(self._standing.slot.lag(now), 0))
         among = self._current
         self._standing.members = [] if among is None else [0]
         super()._exchange(number, *arguments)
-        if not left and among is not None and len(among.epoch.slots) > 1 and among.place is not None:
+        if not left and among is not None and not among.alone and among.place is not None:
             self._standing.sent(now)
 
     def local(self) -> Local:
@@ -363,15 +346,13 @@ class ElasticIslands(RankIslands):
             received={pair.other for pair in self._connections.pairs if pair.received > since},
             attempt=attempt,
             connected=connected,
-            lag=max(slot.lag(now), 0),
-            loss=self._loss,
-            lost=self._diary.lost,
-            event=self._diary.latest,
+            shown={
+                "lag": max(slot.lag(now), 0),
+                "loss": self._loss,
+                "lost": self._diary.lost,
+                "event": self._diary.latest,
+            },
         )
-
-    @property
-    def _stopping(self) -> Stopping:  # type: ignore[override]
-        return Stopping()
 
     def leave(self) -> None:
         """The others need not wait until a death is noticed.
@@ -388,53 +369,30 @@ class ElasticIslands(RankIslands):
     # --- building ----------------------------------------------------------------------------------------------------
 
     def _crossing(self, number: int, subset: Subset) -> RankExchanges:
-        return MemberExchanges(
-            self.config,
-            subset.stream,
-            self._slot,
-            self._run.steps,
-            self._tell,
-            shard=number,
-            among=lambda: self._current,
-            ended=self._diary.ended,
-        )
+        def parties(exchange: int) -> Parties:
+            among = self._current
+            lane = Lane(self.config, among, number, exchange, self._diary)
+            return Parties([self._slot], None, lane) if among is None else Parties(among.senders, among.place, lane)
+
+        return RankExchanges(self.config, subset.stream, self._slot, parties, self._run.steps, self._tell)
 
     def _vector(self, optimizer: Any) -> Vector:
         ranks = self.config.sync_ranks
         if ranks is None:
             return super()._vector(optimizer)
-        return PartVector(optimizer, ranks, optimizer.buffers[0].data_parallel_group, self._run.device)
+        return unequal.PartVector(optimizer, ranks, optimizer.buffers[0].data_parallel_group, self._run.device)
 
-    def _make_rounds(self, *arguments: Any) -> Rounds[RankExchanges]:
-        kind = MemberRounds if self.config.sync_ranks is None else PartRounds
-        return kind(*arguments, presence=self._standing)
-
-    def _visits_here(self) -> int:
-        """Return the least number of times that means have set an element here since the island began to listen."""
-        if not self._standing.slot.listens:
-            return MANY
-        return min((rounds.visits(0) for rounds in self._built()), default=MANY)
-
-    @property
-    def carriers(self) -> Sequence[Any]:
-        return [self._connections] if self.config.observed and self._connections is not None else []
+    def _make_rounds(self, *arguments: Any) -> Rounds:
+        return MemberRounds(*arguments, presence=self._standing)
 
     # --- weights and saved state -------------------------------------------------------------------------------------
 
-    def _means(self, shards: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+    def _means(self, shards: Sequence[torch.Tensor]) -> Sequence[torch.Tensor] | None:
         """Return the means of ``shards`` over the senders; ``None`` on listeners, and if islands do not meet."""
-        among, found = self._current, None
-        if among is not None and among.place is not None:
-            try:
-                # Islands that have left some out have the same numbers.
-                made, count = self._sums
-                self._sums = made, count = self._run.iteration, count + 1 if made == self._run.iteration else 0
-                whole = [shard.detach().cpu().contiguous() for shard in shards]
-                found = [mean.to(device.current_device()) for mean in among.means(whole, made * _SUMS + count)]
-            except PeerLost as error:
-                logger.warning(
-                    "island %d: no mean of all islands' weights (%s); its own are in its place", self._slot, error
-                )
+        # Islands that have left some out have the same numbers.
+        made, count = self._sums
+        self._sums = made, count = self._run.iteration, count + 1 if made == self._run.iteration else 0
+        found = None if self._current is None else self._current.means(shards, made * _SUMS + count)
         everywhere = torch.tensor([int(found is not None)], device=device.current_device())
         dist.all_reduce(everywhere, dist.ReduceOp.MIN)
         return found if everywhere.item() else None
@@ -469,7 +427,7 @@ class ElasticIslands(RankIslands):
             self._first_rank = None
         self._rejoining.end()
         if self._connections is not None:
-            self._connections.end()
+            self._connections.close()
 
     # --- the flags ---------------------------------------------------------------------------------------------------
 
@@ -479,6 +437,7 @@ class ElasticIslands(RankIslands):
         found = {**identity(self.config), "save_consensus": self.config.save_consensus}
         layout: list[Any] = [self.world.size, [vector.size for vector in self._vectors]]
         if self.config.sync_ranks is not None:
-            layout = [list(parameter.shape) for optimizer in self._exchanging for parameter in parameters_of(optimizer)]
+            whole = map(unequal.parameters_of, self._exchanging)
+            layout = [list(parameter.shape) for parameters in whole for parameter in parameters]
         texts = {"--seed": self.world.seed, **self.world.alike, **texts_by_flag(self.config, found)}
         return {name: str(value) for name, value in texts.items()} | {"layout": json.dumps(layout)}

@@ -7,7 +7,6 @@ exchanges are those of :mod:`.ranks`; here all islands are in one world of torch
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -17,14 +16,10 @@ import torch
 import torch.distributed as dist
 
 from ...base.device import all_gather_single
-from ...base.errors import UsageError, refuse
-from ...base.exchange import Delivery
-from ...base.jobs import JobGroup
+from ...base.errors import refuse
 from ...config import LossyConfig
-from ...run.mechanism import Part
-from .between_ranks import RankExchanges, carriers_of
-from .form import bytes_sent
-from .monitor import IslandMonitor
+from .mean import bytes_sent
+from .ranks import ExchangingRank
 from .rounds import Rounds
 from .vector import Segment, Subset, Vector
 from .world import Meeting
@@ -32,67 +27,65 @@ from .world import Meeting
 if TYPE_CHECKING:
     from ...pytorch.fsdp import LossyFSDP
 
-_PATIENCE = timedelta(minutes=10)
 _made = 0  # runs with islands in this process, of which each has stores of its own
 
 
-class FSDPIslands(Part, JobGroup):
-    """The exchanges of this rank with its peers in other islands. ``islands``: the ranks of each, in the same order."""
+class GroupWorld:
+    """The place of this rank in islands of one world of torch. ``groups``: the ranks of each island, in the same order."""
 
-    name = "islands"
+    patience = 600.0
+
+    def __init__(self, groups: Sequence[Sequence[int]]) -> None:
+        global _made
+        _made += 1
+        self.islands = len(groups)
+        self.island = next(number for number, ranks in enumerate(groups) if dist.get_rank() in ranks)
+        self.rank = list(groups[self.island]).index(dist.get_rank())
+        self._prefix = f"megatron_lossy/pytorch/islands/{_made}/{self.rank}"
+
+    def store(self, name: str) -> Any:
+        """Return a store of the ranks with this one's place in every island alone."""
+        return dist.PrefixStore(f"{self._prefix}/{name}", dist.distributed_c10d._get_default_store())
+
+    def meet(self, name: str) -> Meeting:
+        """Return a group of the ranks with this place in each island. A collective call of these."""
+        return Meeting(self.store(name), self.island, self.islands, timedelta(seconds=self.patience))
+
+
+class FSDPIslands(ExchangingRank):
+    """Islands of FSDP2's ranks. ``islands``: the ranks of each, in the same order."""
 
     def __init__(self, config: LossyConfig, islands: Sequence[Sequence[int]]) -> None:
-        global _made
         if len(islands) != config.islands:
             raise refuse(
                 "--islands", config.islands, f"must be {len(islands)}: so many groups of ranks shard the model"
             )
-        _made += 1
-        self.config = config
-        self.island = next(number for number, ranks in enumerate(islands) if dist.get_rank() in ranks)
-        self.place = list(islands[self.island]).index(dist.get_rank())
-        self.monitor = IslandMonitor()
-        self._prefix = f"megatron_lossy/pytorch/islands/{_made}"
-        self._rounds: Rounds[RankExchanges] | None = None
+        super().__init__(config, GroupWorld(islands))
         self._updates = 0  # which the exchanges are keyed by
 
     def attach(self, run: LossyFSDP) -> None:
-        self._run = run
-        run.job, run.jobs = self.island, self.config.islands
-        run.job_group = self
-        if self.config.sync_method != "none":
-            run.observers.append(self.monitor)
-        run.events.on(built=self.ready, iteration_ends=self.end_iteration, restart=self.restart, close=self.close)
+        super().attach(run)
+        run.job, run.jobs = self.world.island, self.config.islands
+        run.events.on(built=self.ready, iteration_ends=self.end_iteration, restart=self.restart)
 
     # --- building --------------------------------------------------------------------------------------------------
-
-    def _store(self, name: str) -> Any:
-        """Return a store of the ranks with this one's place in every island alone."""
-        store = dist.distributed_c10d._get_default_store()
-        return dist.PrefixStore(f"{self._prefix}/{self.place}/{name}", store)
-
-    def _meet(self, name: str) -> Meeting:
-        return Meeting(self._store(name), self.island, self.config.islands, _PATIENCE)
-
-    @functools.cached_property
-    def _control(self) -> Meeting:
-        return self._meet("control")
 
     def ready(self) -> None:
         """Begin with the weights of now. A collective call of all islands."""
         self._control.total(torch.zeros(1))  # all are there
-        if self.config.sync_method != "none":
-            self._rounds = self._build()
+        self._built()
 
-    def _build(self) -> Rounds[RankExchanges]:
+    def _built(self) -> list[Rounds]:
+        if self._rounds is None:
+            self._rounds = [] if self.config.sync_method == "none" else [self._build()]
+        return self._rounds
+
+    def _build(self) -> Rounds:
         config, run = self.config, self._run
         vector = self._vector()
-        subset = Subset(
-            config, vector.size, config.loss_seed, replace(run.stream, kind="islands", expert_rank=self.place)
-        )
-        patience = _PATIENCE.total_seconds()
-        carriers = carriers_of(config, subset.most, self.island, "", self._store, self._meet, patience)
-        crossing = RankExchanges(config, subset.stream, self.island, carriers, run.steps, self._tell)
+        stream = replace(run.stream, kind="islands", expert_rank=self.world.rank)
+        subset = Subset(config, vector.size, config.loss_seed, stream)
+        crossing = self._crossing(0, subset)
         return Rounds(config, subset, [vector], crossing, run.steps, run.device, self.monitor.used)
 
     def _vector(self) -> Vector:
@@ -103,22 +96,15 @@ class FSDPIslands(Part, JobGroup):
             base += shard.numel()
         return Vector(segments, base, self._run.device)
 
-    def _tell(self, delivery: Delivery) -> None:
-        for observer in self._run.observers:
-            observer.observe(delivery)
-
-    @property
-    def carriers(self) -> Sequence[Any]:
-        return [] if self._rounds is None or not self.config.observed else self._rounds.crossing.carriers
-
     # --- an iteration ----------------------------------------------------------------------------------------------
 
     def end_iteration(self) -> None:
         """End an iteration: the update is made, and no weight of it was gathered yet."""
-        count = None if self._rounds is None else self._rounds.after_iteration(self._updates)
+        for rounds in self._built():
+            count = rounds.after_iteration(self._updates)
+            if count is not None:
+                self.monitor.exchanged(bytes_sent(self.config, count))
         self._updates += 1
-        if count is not None:
-            self.monitor.exchanged(bytes_sent(self.config, count))
 
     def restart(self, iteration: int) -> None:
         """Count updates from ``iteration`` on."""
@@ -126,11 +112,8 @@ class FSDPIslands(Part, JobGroup):
 
     # --- weights and state -----------------------------------------------------------------------------------------
 
-    def consensus_weights(self) -> contextlib.AbstractContextManager[None]:
-        return self._consensus()
-
     @contextlib.contextmanager
-    def _consensus(self) -> Iterator[None]:
+    def consensus_weights(self) -> Iterator[None]:
         run = self._run
         run.settle()
         kept = [replica.clone() for _, replica, _ in run.gathered()]
@@ -147,22 +130,9 @@ class FSDPIslands(Part, JobGroup):
                     replica.copy_(values)
             run.reshard()
 
-    def identity(self) -> dict[str, Any]:
-        return {"islands": self.config.islands, "island": self.island}
-
     def state_dict(self) -> Any:
-        """Return the state of the rule, and of the exchanges under way. Waits for these."""
-        if self._rounds is None:
-            return None
-        return {"updates": self._updates, "rounds": self._rounds.state_dict()}
+        return {"updates": self._updates, "rounds": super().state_dict()}
 
     def load_state_dict(self, state: Any) -> None:
-        if self._rounds is None:
-            raise UsageError(f"--sync-method {self.config.sync_method}: the saved state has other exchanges")
+        super().load_state_dict(state["rounds"])
         self._updates = state["updates"]
-        self._rounds.load_state_dict(state["rounds"])
-
-    def close(self) -> None:
-        """End the exchanges."""
-        if self._rounds is not None:
-            self._rounds.crossing.close()

@@ -1,27 +1,155 @@
-"""The lossy mean over islands: a reduce-scatter to owners and an all-gather of their means.
+"""The lossy mean over islands: a reduce-scatter to owners and an all-gather of their means; and the form of values that cross.
 
 An exchange of k elements is cut into one shard per island. The owner of a shard averages the copies that arrive (its
 own always does), and sends the mean back. An island that does not get it goes on without. Nothing is sent again.
+
+Values cross as numbers of a dtype, or as codes with their scales (``--sync-dtype``). A shard of R rows crosses as rows of a message, of
+items of :attr:`Form.dtype`. Units of loss are runs of whole items, so that every packet can be read by itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from ...base.exchange import BucketUnits, Delivery, Exchange, Stream
+from ...base import theory
+from ...base.coding.blocks import BlockCode
+from ...base.exchange import BucketUnits, Delivery, Exchange, Stream, cut
 from ...base.fingerprint import finite
 from ...config import LossyConfig
 from ...recovery.rows import to_device
 from ...transport import Network
 from ...transport.base import draw
 from .flags import SYNC_PHASES
-from .form import Codes, Rest, form_of
-from .rounds import Mean
-from .vector import Places
+from .vector import Places, read_at
+
+
+class Form:
+    """The form of ``--sync-dtype``: numbers of a dtype, or whole numbers of ``code`` to nearest, in blocks that share a scale.
+
+    ``dtype``: of the items of a message. ``packet``: items of a packet. ``blank``: in all items, it says that nothing is there. ``exact``:
+    whether values cross as they are.
+    """
+
+    def __init__(self, config: LossyConfig) -> None:
+        self._unit, self._packet_bytes = config.loss_unit, config.packet_bytes
+        self.dtype = torch.float32 if config.sync_dtype == "fp32" else torch.bfloat16
+        self.exact, self.blank = self.dtype == torch.float32, math.nan
+        self.packet = config.packet_bytes // self.dtype.itemsize
+        self.code, self._elements = None, None
+        if config.sync_bits:
+            self.code = BlockCode(config.sync_bits, config.wire_block)
+            self.dtype, self.blank = torch.uint8, 255  # scales of NaN
+            self._elements = self.code.elements(config.packet_bytes)
+            self.packet = self.code.size(self._elements)
+
+    def cut(self, shard: int) -> BucketUnits:
+        """Return the units of a shard of so many elements."""
+        [units], _ = cut([shard], [self.dtype.itemsize], self._unit, self._packet_bytes, [self._elements])
+        return units
+
+    def items(self, units: BucketUnits) -> int:
+        """Return items of a shard that is cut as ``units``."""
+        return units.shard if self.code is None else self.code.payloads(units).shard
+
+    def encode(self, values: torch.Tensor, units: BucketUnits, rows: torch.Tensor) -> None:
+        """Put ``values`` float32[R, shard] into ``rows`` [R, items]."""
+        rows.copy_(values if self.code is None else self.code.encode(values, units))
+
+    def decode(self, rows: torch.Tensor, units: BucketUnits) -> torch.Tensor:
+        """Return float32[R, shard]: the values of ``rows`` [R, items]."""
+        if self.code is None:
+            return rows.float()
+        return self.code.decode(rows, units, torch.empty(len(rows), units.shard, device=rows.device))
+
+    def round_(self, values: torch.Tensor, units: BucketUnits) -> torch.Tensor:
+        """Replace ``values`` float32[R, shard] by those that arrive, and return them."""
+        rows = values.new_empty(len(values), self.items(units), dtype=self.dtype)
+        self.encode(values, units, rows)
+        return values.copy_(self.decode(rows, units))
+
+
+def bytes_sent(config: LossyConfig, count: int, among: tuple[int, int] | None = None) -> float:
+    """Return the bytes that a sender sends in an exchange of ``count`` elements.
+
+    ``among``: the numbers of senders and receivers; ``None``: all islands are both.
+    """
+    form, (senders, receivers) = Form(config), among or (config.islands, config.islands)
+    shard = -(-count // senders)
+    return theory.bytes_sent(count, senders, form.items(form.cut(shard)) * form.dtype.itemsize / shard, receivers)
+
+
+class Rest:
+    """The rests of means of the islands of this process, numbered from 0: float32[size] each, on the device that makes means.
+
+    An owner keeps, for the next mean of the same element, what rounding takes from one: with the rest r of an element, m = Q(mean + r)
+    crosses, and r becomes mean + r - m. So the means of an element that crossed add up to those before rounding, but for one rounding,
+    however many they are.
+    """
+
+    def __init__(self) -> None:
+        self._rows: dict[int, torch.Tensor] = {}
+
+    def crossing(
+        self,
+        island: int,
+        place: int,
+        places: Places | None,
+        count: int,
+        mean: torch.Tensor,
+        averaged: torch.Tensor | None,
+        crosses: Callable[[torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        """Return m [shard] of the ``mean`` [shard] that ``island`` owns, of ``count`` elements at ``places``.
+
+        ``place``: the number of its shard. ``averaged`` bool[shard]: the elements with a sender; ``None``: all; the others are NaN.
+        ``crosses``: makes Q(x) [shard] of x.
+        """
+        size = count if places is None else places.size
+        row = self._rows.get(island)
+        row = self._rows[island] = torch.zeros(size, device=mean.device) if row is None else row.to(mean.device)
+        chosen = read_at(row, places)
+        own = chosen[place * len(mean) : (place + 1) * len(mean)]  # the last shard may be shorter
+        whole = mean.clone()
+        whole[: len(own)] += own
+        if averaged is not None:
+            whole.masked_fill_(~averaged, torch.nan)
+        crossed = crosses(whole)
+        left = (whole - crossed)[: len(own)]
+        own.copy_(torch.where(left.isfinite(), left, own))
+        if places is not None:
+            places.write(row, chosen)
+        return crossed
+
+    def forget(self, island: int) -> None:
+        """Let ``island`` begin again."""
+        self._rows.pop(island, None)
+
+    def state_dict(self) -> dict[int, torch.Tensor]:
+        """Return the rests, by island."""
+        return dict(self._rows)
+
+    def load_state_dict(self, state: Mapping[int, torch.Tensor]) -> None:
+        """Restore :meth:`state_dict`."""
+        self._rows = {island: row.clone() for island, row in state.items()}
+
+
+class Mean(NamedTuple):
+    """The result of an exchange. ``values`` [k]: the owners' means.
+
+    ``arrived`` bool[islands of this process, k], or ``None`` if all arrived everywhere.
+    """
+
+    values: torch.Tensor
+    arrived: torch.Tensor | None
+
+    def wait(self) -> Mean:
+        """Return this mean: its exchange has ended."""
+        return self
 
 
 class InMemory:
@@ -29,8 +157,8 @@ class InMemory:
 
     def __init__(self, config: LossyConfig, stream: Stream, steps: int | None) -> None:
         self._config, self._stream = config, stream
-        self._form = form_of(config)
-        self.rest = Rest() if isinstance(self._form, Codes) else None
+        self._form = Form(config)
+        self.rest = None if self._form.exact else Rest()
         self._networks = networks_between(config, stream, steps)
         self.deliveries: list[Delivery] = []
         self._senders: Sequence[int] = range(config.islands)
@@ -46,6 +174,10 @@ class InMemory:
             self.rest.forget(island)
 
     def begin(self, step: int, sent: torch.Tensor, places: Places | None = None) -> Mean:
+        """Make the exchange of ``sent`` float32[islands, k], keyed by the iteration ``step``. ``sent`` becomes what others get, rounded.
+
+        ``places``: the places of its elements; ``None``: all of a vector.
+        """
         senders, receivers, (islands, count) = self._senders, self._receivers, sent.shape
         owners = len(senders)
         shard = -(-count // owners)
@@ -63,22 +195,22 @@ class InMemory:
             if arrived is not None
         ]
         here = None if reduced is None else elements_of(reduced, units, sent.device)
-        exact = mean_of(crossing.view(owners, owners, shard), here)  # [owners, shard]
-        rounded, owed = exact, None
+        means = mean_of(crossing.view(owners, owners, shard), here)  # [owners, shard]
         if self.rest is not None:
-            rounded = self._coded(self.rest, exact, units, here, places, count)
-        elif not self._form.exact:
-            rounded = self._form.round_(exact.clone(), units)
-            owed = _of_slots(owed_to(range(owners), exact - rounded, owners)[:, :count], senders, islands)
-        values = rounded.view(-1)[:count]
+            means = self._rounded(self.rest, means, units, here, places, count)
+        values = means.view(-1)[:count]
         if not self.deliveries:
-            return Mean(values, None, owed)
+            return Mean(values, None)
         if gathered is None:
             gathered = np.ones((len(receivers), owners, units.count), dtype=bool)
         back = elements_of(gathered, units, sent.device).reshape(len(receivers), -1)[:, :count]
-        return Mean(values, _of_slots(back, receivers, islands), owed)
+        if len(receivers) == islands:
+            return Mean(values, back)
+        arrived = back.new_zeros(islands, count)
+        arrived[receivers] = back
+        return Mean(values, arrived)
 
-    def _coded(
+    def _rounded(
         self,
         rest: Rest,
         exact: torch.Tensor,
@@ -128,15 +260,6 @@ class InMemory:
         return arrived
 
 
-def _of_slots(rows: torch.Tensor, slots: Sequence[int], islands: int) -> torch.Tensor:
-    """Return ``rows`` [n, k] of ``slots`` as [islands, k], with zeros for the others."""
-    if len(slots) == islands:
-        return rows
-    result = rows.new_zeros(islands, rows.shape[1])
-    result[slots] = rows
-    return result
-
-
 def networks_between(config: LossyConfig, stream: Stream, steps: int | None) -> dict[str, Network]:
     """Return the networks between islands, by phase. Raise :class:`UsageError` for a channel that cannot serve them."""
     networks = {phase: Network(config, phase, config.islands) for phase in SYNC_PHASES}
@@ -159,14 +282,6 @@ def mean_of(sent: Any, arrived: torch.Tensor | None) -> torch.Tensor:
         total += values
     count = len(sent) if arrived is None else arrived.sum(dim=1).clamp_(min=1)
     return total / count
-
-
-def owed_to(owners: Sequence[int], rest: torch.Tensor, islands: int) -> torch.Tensor:
-    """Return :attr:`Mean.owed` [owners, islands x shard]. ``rest`` [owners, shard]: removed by rounding."""
-    owed = torch.zeros(len(owners), islands, rest.shape[1], device=rest.device)
-    for row, owner in enumerate(owners):
-        owed[row, owner] = islands * rest[row]
-    return owed.flatten(1)
 
 
 def finite_rows(rows: torch.Tensor) -> np.ndarray:

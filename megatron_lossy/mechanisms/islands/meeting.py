@@ -78,22 +78,18 @@ class Meeting:
 
     def _run(self) -> None:
         while not self.ended:
-            failed = False
+            pause = _LOOK
             try:
                 self._look()
             except Exception as error:  # nothing that comes from the store may end a healthy island
                 logger.debug("meeting: %s", first_line(error))
-                failed = True
+                pause = self._every
             with self.changed:
                 self.changed.notify_all()
-                if failed:
-                    self.changed.wait_for(lambda: self.ended, self._every)
-                elif self.talks:
-                    self.changed.wait_for(lambda: self.ended, _LOOK)
-                else:
-                    self.changed.wait_for(
-                        lambda: self.ended or self.talks > 0 or self._text() != self._written, self._every
-                    )
+                self.changed.wait_for(lambda: self.ended, pause)
+                self.changed.wait_for(
+                    lambda: self.ended or self.talks > 0 or self._text() != self._written, self._every
+                )
 
     def _look(self) -> None:
         with self.changed:

@@ -84,12 +84,12 @@ def sampler(islands: RankIslands, original: Callable, *args: Any, **kwargs: Any)
 
 
 def number_of_samples(islands: RankIslands, original: Callable) -> tuple[int | None, ...]:
-    """Return wraps the count of samples for training, validation and test: multiplies it by the number of islands."""
+    """Wrap the count of samples for training, validation and test: return it times the number of islands."""
     return tuple(None if number is None else number * islands.world.islands for number in original())
 
 
 def signals_received(islands: RankIslands, original: Callable, handler: Any) -> list[bool]:
-    """Return wraps the question, once in an iteration, which ranks received a signal. Islands agree on the answer."""
+    """Wrap the question, once in an iteration, which ranks received a signal. Islands agree on the answer."""
     return [bool(islands.agree(int(any(original(handler)))))]
 
 

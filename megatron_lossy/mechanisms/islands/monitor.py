@@ -23,8 +23,8 @@ from ...base.files import write_text, writing
 from ...run.monitor.observer import Observer
 from ...run.monitor.window import Window
 from .flags import SYNC_PHASES
-from .presence import Epoch
-from .rounds import Mean
+from .mean import Mean
+from .rounds import Epoch
 
 #: The most measurements that stay on the device, if a run never asks for them.
 _UNREAD = 1000

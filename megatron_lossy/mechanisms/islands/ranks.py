@@ -33,30 +33,110 @@ from ...hooks.versions import data_parallel_rank, pipeline_stage, tensor_group
 from ...recovery.rows import to_device
 from ...run.mechanism import Part
 from ...transport.peers import RankPeers
-from .between_ranks import RankExchanges, carriers_of
+from .between_ranks import Parties, RankExchanges
+from .carrying import Carrier, Collectives, IslandLink
 from .flags import CONSENSUS_FOLDER
-from .form import bytes_sent
+from .mean import Mean, bytes_sent
 from .monitor import IslandMonitor
-from .rounds import Mean, Rounds
+from .rounds import Rounds
 from .vector import Places, Subset, Vector, shard_vector
 from .world import IslandWorld, Meeting, Stopping
 
-#: Iterations between two questions whether to stop, of islands that exchange nothing.
-_ASKS = 10
 #: Elements of an exchange at most, about, from which the deviation is known.
 _SAMPLE = 2**16
 
 
-class RankIslands(Part, JobGroup):
-    """The exchanges of this rank with its peers in other islands. ``world``: open by the first iteration."""
+class ExchangingRank(Part, JobGroup):
+    """The exchanges of this rank with its peers in other islands. ``world``: its place among them, which makes stores and meetings."""
 
     name = "islands"
 
-    def __init__(self, config: LossyConfig, world: IslandWorld) -> None:
-        self.world = world
+    def __init__(self, config: LossyConfig, world: Any) -> None:
+        self.config, self.world = config, world
         self.monitor = IslandMonitor()
-        self.config = config
-        self._rounds: list[Rounds[RankExchanges]] | None = None  # by optimizer of torch's
+        self._rounds: list[Rounds] | None = None  # by optimizer of torch's
+        self._carriers: list[Carrier] = []
+
+    def attach(self, run: Any) -> None:
+        self._run = run
+        run.job_group = self
+        if self.config.sync_method != "none":
+            run.observers.append(self.monitor)
+        run.events.on(close=self.close)
+
+    def _built(self) -> list[Rounds]:
+        """Return the exchanges of each vector. The first call is a collective one of all islands."""
+        raise NotImplementedError
+
+    def _crossing(self, number: int, subset: Subset) -> RankExchanges:
+        """Return the maker of the means of the vector ``number``. A collective call of the ranks with this place."""
+        config, world = self.config, self.world
+        carriers = list[Carrier]()
+        for name in (f"{number}/{lane}" for lane in range(config.lanes)):
+            if config.observed:
+                carriers.append(IslandLink(config, name, world.island, world.store(name), subset.most, world.patience))
+            else:
+                carriers.append(Collectives(world.meet(name)))
+        self._carriers += carriers
+
+        def parties(exchange: int) -> Parties:
+            return Parties(range(config.islands), world.island, carriers[exchange % config.lanes])
+
+        return RankExchanges(config, subset.stream, world.island, parties, self._run.steps, self._tell)
+
+    def _tell(self, delivery: Delivery) -> None:
+        for observer in self._run.observers:
+            observer.observe(delivery)
+
+    @property
+    def carriers(self) -> Sequence[Any]:
+        return self._carriers if self.config.observed else []
+
+    @functools.cached_property
+    def _control(self) -> Meeting:
+        """The meeting for exchanges that no thread makes."""
+        return self.world.meet("control")
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.monitor.waited(time.perf_counter() - began)
+
+    def total(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the sum of ``values`` over islands. A collective call of the ranks with this place in each island."""
+        with self._waiting():
+            return self._control.total(values)
+
+    def identity(self) -> dict[str, Any]:
+        return {"islands": self.world.islands, "island": self.world.island}
+
+    def state_dict(self) -> Any:
+        """Return the state of the rules, and of the exchanges under way. Waits for these."""
+        with self._waiting():
+            return [rounds.state_dict() for rounds in self._built()]
+
+    def load_state_dict(self, state: Any) -> None:
+        """Restore :meth:`state_dict`, once there is an optimizer."""
+        built = self._built()
+        if len(state) != len(built):
+            raise UsageError(f"--sync-method {self.config.sync_method}: the checkpoint has other exchanges")
+        for rounds, saved in zip(built, state, strict=True):
+            rounds.load_state_dict(saved)
+
+    def close(self) -> None:
+        """End the exchanges."""
+        for rounds in self._rounds or ():
+            rounds.crossing.close()
+        for carrier in self._carriers:
+            carrier.close()
+
+
+class RankIslands(ExchangingRank):
+    """Islands of Megatron's ranks. ``world``: open by the first iteration."""
+
+    def __init__(self, config: LossyConfig, world: IslandWorld) -> None:
+        super().__init__(config, world)
         self._hooks: list[Any] = []
         self._copies: list[Places | None] = []  # by optimizer, see :meth:`_places_of_copies`
         self._used = False  # whether a mean has changed weights
@@ -64,17 +144,13 @@ class RankIslands(Part, JobGroup):
         self._iterations = 0  # that were begun, as far as stopping is concerned
 
     def attach(self, run: Any) -> None:
-        self._run = run
-        run.job_group = self
-        if self.config.sync_method != "none":
-            run.observers.append(self.monitor)
+        super().attach(run)
         run.events.on(
             built=self.ready,
             iteration_begins=self.begin_iteration,
             iteration_ends=self.end_iteration,
             restart=self.restart,
             leave=self.leave,
-            close=self.close,
         )
 
     # --- an iteration ----------------------------------------------------------------------------------------------
@@ -111,10 +187,8 @@ class RankIslands(Part, JobGroup):
         Its result is the largest signal of any rank of any island if all of them stop after this iteration, else 0.
         Other islands are waited for only to agree on that iteration.
         """
-        self._stopping.hear(signal)
+        self._stopping.stop(signal)
         self._iterations += 1
-        if self.config.sync_method == "none" and self._iterations % _ASKS == 0:  # no messages carry it
-            self._stopping.ask()
         with self._waiting():
             known = to_device(np.array(self._stopping.begin(), dtype=np.int32), device.current_device())
         iteration, work = self._iterations, dist.all_reduce(known, dist.ReduceOp.MAX, async_op=True)
@@ -122,7 +196,7 @@ class RankIslands(Part, JobGroup):
         def finish() -> int:
             work.wait()
             number, last = PendingArray(known).wait().tolist()
-            self._stopping.hear(number)
+            self._stopping.stop(number)
             return number if 0 < last <= iteration else 0
 
         return finish
@@ -136,27 +210,16 @@ class RankIslands(Part, JobGroup):
         if "_stopping" not in vars(self) or not dist.is_initialized():  # nothing was exchanged, or that is over
             return
         with self._waiting():
-            self.world.wait_for_first(self._stopping.leave)
+            self._stopping.leave()
             dist.barrier()
-
-    @contextlib.contextmanager
-    def _waiting(self) -> Iterator[None]:
-        began = time.perf_counter()
-        yield
-        self.monitor.waited(time.perf_counter() - began)
 
     # --- building --------------------------------------------------------------------------------------------------
 
     @functools.cached_property
     def _stopping(self) -> Stopping:
-        return Stopping(None if self.world.rank else self.world.meet("stop"))
+        return Stopping(self.world)
 
-    @functools.cached_property
-    def _control(self) -> Meeting:
-        """The meeting for exchanges that no thread makes."""
-        return self.world.meet("control")
-
-    def _built(self) -> list[Rounds[RankExchanges]]:
+    def _built(self) -> list[Rounds]:
         if self._rounds is None:
             self._rounds = [self._build(number, optimizer) for number, optimizer in enumerate(self._exchanging)]
         return self._rounds
@@ -184,7 +247,7 @@ class RankIslands(Part, JobGroup):
         stream = Stream("islands", data_parallel_rank(chunk), pipeline_stage(chunk), number)
         return Subset(self.config, vector.size, self.world.seed, stream)
 
-    def _build(self, number: int, optimizer: Any) -> Rounds[RankExchanges]:
+    def _build(self, number: int, optimizer: Any) -> Rounds:
         run, vector = self._run, self._vector(optimizer)
         subset = self._subset(vector, number)
         crossing = self._crossing(number, subset)
@@ -192,13 +255,7 @@ class RankIslands(Part, JobGroup):
         self._hooks.append(optimizer.optimizer.register_step_post_hook(partial(self._exchange, number)))
         return self._make_rounds(self.config, subset, [vector], crossing, run.steps, run.device, self._note)
 
-    def _crossing(self, number: int, subset: Subset) -> RankExchanges:
-        """Return the maker of the means of the shard ``number``. A collective call of the ranks with this place."""
-        config, world = self.config, self.world
-        carriers = carriers_of(config, subset.most, world.island, f"{number}/", world.store, world.meet, world.patience)
-        return RankExchanges(config, subset.stream, world.island, carriers, self._run.steps, self._tell, self._stopping)
-
-    def _make_rounds(self, *arguments: Any) -> Rounds[RankExchanges]:
+    def _make_rounds(self, *arguments: Any) -> Rounds:
         """Return the exchanges of the weights of one optimizer."""
         return Rounds(*arguments)
 
@@ -241,19 +298,10 @@ class RankIslands(Part, JobGroup):
         """Torch's optimizers of :attr:`_vectors`."""
         return [optimizer.optimizer for optimizer in self._exchanging]
 
-    def _tell(self, delivery: Delivery) -> None:
-        for observer in self._run.observers:
-            observer.observe(delivery)
-
     def _note(self, seconds: float, sent: torch.Tensor, mean: Mean) -> None:
         self._used = True
         stride = mean.values.numel() // _SAMPLE | 1  # odd, so that it does not follow blocks
         self.monitor.used(seconds, sent, mean, stride)
-
-    @property
-    def carriers(self) -> Sequence[Any]:
-        built = self._rounds if self.config.observed else None
-        return [carrier for rounds in built or () for carrier in rounds.crossing.carriers]
 
     # --- weights ---------------------------------------------------------------------------------------------------
 
@@ -274,11 +322,8 @@ class RankIslands(Part, JobGroup):
             for bucket, group in self._buckets:
                 all_gather_single(bucket.param_data, own_shard(bucket, group.rank(), group.size()).clone(), group=group)
 
-    def consensus_weights(self) -> contextlib.AbstractContextManager[bool]:
-        return self.consensus()
-
     @contextlib.contextmanager
-    def consensus(self) -> Iterator[bool]:
+    def consensus_weights(self) -> Iterator[bool]:
         """Return a context with the mean of the islands' owners' weights in the model; with false, with their own.
 
         A collective call of all islands.
@@ -303,7 +348,7 @@ class RankIslands(Part, JobGroup):
                 for (bucket, _), values in zip(self._buckets, kept, strict=True):
                     bucket.param_data.copy_(values)
 
-    def _means(self, shards: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+    def _means(self, shards: Sequence[torch.Tensor]) -> Sequence[torch.Tensor] | None:
         """Return the means of ``shards`` over islands; ``None`` if these do not meet. A collective call of all."""
         return [self.total(shard) / self.config.islands for shard in shards]
 
@@ -316,67 +361,35 @@ class RankIslands(Part, JobGroup):
     def _writes_consensus(self) -> bool:
         return self.world.island == 0
 
-    def total(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the sum of ``values`` over islands. A collective call of the ranks with this place in each island."""
-        with self._waiting():
-            return self._control.total(values)
-
     # --- saving ----------------------------------------------------------------------------------------------------
 
     def rewind(self, folder: str) -> str | None:
-        return rewind(folder, self.world, self.total)
+        """See :meth:`.JobGroup.rewind`.
+
+        If an island has no checkpoint at all, nothing is changed, and the loaded iterations will be refused: it may be the wrong folder.
+        """
+        latest = self._of_all(latest_iteration(folder) or 0)
+        common = min(latest)
+        if len(set(latest)) == 1 or not common or not all(self._of_all(iteration_folder(folder, common).is_dir())):
+            return None
+        dist.barrier()  # now all have read
+        if dist.get_rank() == 0 and latest[self.world.island] != common:
+            write_text(iteration_folder(folder, common).with_name(TRACKER), str(common))
+        dist.barrier()
+        return f"islands had saved iterations {', '.join(map(str, latest))}: all go on from {common}"
+
+    def _of_all(self, value: int) -> list[int]:
+        """Return the ``value`` of each island. A collective call of the ranks with this place in each."""
+        return self._control.all_gather(torch.tensor([value])).view(-1).tolist()
 
     def restart(self, iteration: int) -> None:
         """Raise :class:`UsageError` unless all islands were loaded at the same ``iteration``. A collective call."""
-        found = self._control.all_gather(torch.tensor([iteration])).view(-1).tolist()
+        found = self._of_all(iteration)
         if len(set(found)) > 1:
             them = ", ".join(f"island {number} has {loaded}" for number, loaded in enumerate(found))
             raise refuse("--load", f"iteration {iteration}", f"{them}; write one that all have into their trackers")
 
-    def identity(self) -> dict[str, Any]:
-        """See :meth:`Run.identity`."""
-        return {"islands": self.world.islands, "island": self.world.island}
-
-    def state_dict(self) -> list[dict[str, Any]]:
-        """Return the state of the rules, and of the exchanges under way. Waits for these."""
-        with self._waiting():
-            return [rounds.state_dict() for rounds in self._built()]
-
-    def load_state_dict(self, state: Sequence[dict[str, Any]]) -> None:
-        """Restore :meth:`state_dict`, once there is an optimizer."""
-        built = self._built()
-        if len(state) != len(built):
-            raise UsageError(f"--sync-method {self.config.sync_method}: the checkpoint has other exchanges")
-        for rounds, saved in zip(built, state, strict=True):
-            rounds.load_state_dict(saved)
-
     def close(self) -> None:
-        """End with the run."""
         for hook in self._hooks:
             hook.remove()
-        for rounds in self._rounds or ():
-            rounds.crossing.close()
-
-
-def rewind(folder: str, world: IslandWorld, total: Callable[[torch.Tensor], torch.Tensor]) -> str | None:
-    """Let all islands load the newest checkpoint that each has, if some have a newer one. A collective call of all.
-
-    ``folder``: of this rank's island, from which the run goes on. ``total``: adds up over islands. Return a line to
-    report. If an island has no checkpoint at all, nothing is changed, and the loaded iterations will be refused: it may
-    be the wrong folder.
-    """
-    latest = _of_all(latest_iteration(folder) or 0, world, total)
-    common = min(latest)
-    if len(set(latest)) == 1 or not common or not all(_of_all(iteration_folder(folder, common).is_dir(), world, total)):
-        return None
-    torch.distributed.barrier()  # now all have read
-    if torch.distributed.get_rank() == 0 and latest[world.island] != common:
-        write_text(iteration_folder(folder, common).with_name(TRACKER), str(common))
-    torch.distributed.barrier()
-    return f"islands had saved iterations {', '.join(map(str, latest))}: all go on from {common}"
-
-
-def _of_all(value: int, world: IslandWorld, total: Callable[[torch.Tensor], torch.Tensor]) -> list[int]:
-    mine = torch.zeros(world.islands, dtype=torch.int64)
-    mine[world.island] = value
-    return total(mine).tolist()
+        super().close()

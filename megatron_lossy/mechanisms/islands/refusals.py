@@ -9,7 +9,7 @@ from ...config import LossyConfig
 from ...config.facts import Facts
 from ...config.refusal import Section
 from ...config.refusals.core import ONE_EMBEDDING, above, draws_losses, switches
-from .jobs import under_way
+from . import under_way
 
 _FOLDER = "each island has a folder of its own; give the arguments again"
 

@@ -3,85 +3,60 @@
 After each iteration, also one that the optimizer skipped, an exchange that is due begins with the current weights. Then
 the exchanges that began ``--sync-delay`` iterations ago are used, oldest first. The delay is exact, so that a run can
 be repeated; a late island is waited for.
+
+Below is the presence of islands: members, those that stopped, and those that may send (docs/islands.md#islands-that-come-and-go). Times
+are iterations of the run, made by any island. The lag of an island is what the run has made since the island last sent, less its own
+updates since. An island whose lag is large and mostly idleness has stopped: its weights are old, and would hold the mean back. It copies
+an island that is there, or it listens for a while. An island that was only alone, slow or briefly away keeps everything.
+
+An epoch decides which islands own which means, and which to wait for. Islands need not agree on who is there: a message to or from one
+that is not counts as lost.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from functools import cached_property
+from hashlib import blake2b
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from ...config import LossyConfig
-from .form import Rest
-from .presence import Presence
+from .mean import Mean
+from .membership.messages import Entry, slot_of
 from .rules import Result, make_rule
 from .vector import Places, Subset, Vector, read_at, write_at
 
 #: Visits of a rank without elements, or of an island that does not listen.
 MANY = 2**31
-
-
-class Mean(NamedTuple):
-    """The result of an exchange. ``values`` [k]: the owners' means.
-
-    ``arrived`` bool[islands of this process, k], or ``None`` if all arrived everywhere. ``owed`` [islands of this
-    process, k], or ``None`` if nothing was rounded, or owners keep it for their next means (:class:`.Rest`): an owner adds it to its own
-    copy of a mean, so that all islands together get the mean before rounding.
-    """
-
-    values: torch.Tensor
-    arrived: torch.Tensor | None
-    owed: torch.Tensor | None = None
-
-    def wait(self) -> Mean:
-        """Return this mean, which is a :class:`Pending` that has ended."""
-        return self
-
-
-class Pending(Protocol):
-    """An exchange that is under way."""
-
-    def wait(self) -> Mean:
-        """Return the result of the exchange. It is kept, and may be asked for again."""
-
-
-class Crossing(Protocol):
-    """Turns the vectors that islands send into a mean. ``rest``: see :class:`.Rest`; ``None``: owners keep nothing."""
-
-    rest: Rest | None
-
-    def begin(self, step: int, sent: torch.Tensor, places: Places | None = None) -> Pending:
-        """Begin the exchange of ``sent`` float32[islands of this process, k], keyed by the iteration ``step``.
-
-        ``places``: the places of its elements; ``None``: all of a vector. ``sent`` becomes what others get of it, rounded.
-        """
-
-    def forget(self, island: int) -> None:
-        """Forget what ``island``, which begins again, keeps of rounded means."""
+_ID_BYTES = 8
+#: Share of the distance of outer weights that is as good as none.
+_LEFT = 0.01
 
 
 @dataclass
 class Flight:
-    """An exchange under way: its number, the iteration before it, its elements, the values that were sent, and the rule's snapshot."""
+    """An exchange under way: its number, the iteration before it, its elements, the values that were sent, the rule's snapshot, and what waits
+    for the mean.
+    """
 
     number: int
     step: int
     places: Places | None
     sent: torch.Tensor
     snapshot: Sequence[torch.Tensor] | None
-    pending: Pending
+    pending: Any
 
 
-Between = TypeVar("Between", bound=Crossing)
-
-
-class Rounds(Generic[Between]):
+class Rounds:
     """The exchanges of one vector, or shard of it, of the islands of this process: ``vectors``, one for each island.
 
-    ``subset``: chooses the elements of each exchange. ``crossing``: makes means. ``steps``: length of the run, if known. ``device``: that
+    ``subset``: chooses the elements of each exchange. ``crossing``: :class:`.InMemory` or :class:`.RankExchanges`. ``steps``: length of the run, if known. ``device``: that
     of the weights. ``used``: called when a mean is used, with the seconds of waiting for it, the values that had been sent
     float32[islands, k], and the mean.
     """
@@ -91,7 +66,7 @@ class Rounds(Generic[Between]):
         config: LossyConfig,
         subset: Subset,
         vectors: Sequence[Vector],
-        crossing: Between,
+        crossing: Any,
         steps: int | None,
         device: torch.device,
         used: Callable[[float, torch.Tensor, Mean], None] | None = None,
@@ -110,6 +85,10 @@ class Rounds(Generic[Between]):
         Return the number of elements of the exchange that begins, or ``None`` if none does.
         """
         number, left = divmod(step + 1, self._interval)
+        if left and (step + 1 - self._delay) % self._interval:
+            return None
+        for vector in self.vectors:
+            vector.gather_weights()
         begun = None if left else self._begin(number - 1, step)
         due = [flight for flight in self.flights if flight.step + self._delay == step]
         self.flights = [flight for flight in self.flights if flight.step + self._delay > step]
@@ -122,6 +101,8 @@ class Rounds(Generic[Between]):
         if begun is not None and not due and self.rule.always:
             nothing = Mean(torch.zeros_like(begun.sent[0]), torch.zeros_like(begun.sent, dtype=torch.bool))
             self._use(begun, nothing, step)
+        for vector in self.vectors:
+            vector.scatter_weights()
         return None if begun is None else begun.sent.shape[1]
 
     def _begin(self, number: int, step: int) -> Flight | None:
@@ -142,11 +123,8 @@ class Rounds(Generic[Between]):
         for island in self._takers(flight):
             vector = self.vectors[island]
             arrived = None if mean.arrived is None else mean.arrived[island]
-            values = mean.values
-            if mean.owed is not None and self.rule.keeps_rest:
-                values = values + mean.owed[island]
             snapshot = None if flight.snapshot is None else flight.snapshot[island]
-            result = Result(flight.sent[island], values, arrived, places, snapshot, step)
+            result = Result(flight.sent[island], mean.values, arrived, places, snapshot, step)
             vector.write(places, self.rule.apply(island, vector.read(places), result))
 
     def _takers(self, flight: Flight) -> Sequence[int]:
@@ -174,10 +152,10 @@ class Rounds(Generic[Between]):
             self.crossing.rest.load_state_dict(state["rest"])
 
 
-class MemberRounds(Rounds[Between]):
-    """``presence``: the islands that are there. Other arguments: those of :class:`.Rounds`."""
+class MemberRounds(Rounds):
+    """``presence``: of the islands of this process, with its ``slots`` and ``members``. Other arguments: those of :class:`Rounds`."""
 
-    def __init__(self, *arguments: Any, presence: Presence) -> None:
+    def __init__(self, *arguments: Any, presence: Any) -> None:
         super().__init__(*arguments)
         self._presence = presence
         #: The islands that took part in each exchange under way, by the iteration before it.
@@ -233,3 +211,151 @@ class MemberRounds(Rounds[Between]):
         super().load_state_dict(state)
         self._took_part = {step: list(members) for step, members in state["took part"].items()}
         self._set.copy_(state["set"])
+
+
+# --- presence --------------------------------------------------------------------------------------------------------
+
+
+class Member(NamedTuple):
+    """An island that takes part in exchanges.
+
+    ``life``: a number that differs with every start. ``role``: "send", so that its weights are in the mean, and it owns a share of the means; or "listen": it only gets means.
+    """
+
+    slot: int
+    life: int
+    role: str
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """``members``: rising by slot. ``first``: the exchange from which on they are there."""
+
+    members: tuple[Member, ...]
+    first: int
+
+    @cached_property
+    def id(self) -> str:
+        """16 hexadecimal digits: a digest of the members alone."""
+        lines = [f"{slot} {life} 0 {role}\n" for slot, life, role in self.members]
+        return blake2b("".join(lines).encode(), digest_size=_ID_BYTES).hexdigest()
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """The id and the first exchange, which no other epoch has."""
+        return self.id, self.first
+
+    @property
+    def slots(self) -> list[int]:
+        """All islands that get means."""
+        return [member.slot for member in self.members]
+
+    @property
+    def senders(self) -> list[int]:
+        """Those whose weights are averaged. The k-th owns the k-th of as many shares of the exchanged elements."""
+        return [member.slot for member in self.members if member.role == "send"]
+
+
+def epoch_of(entry: Entry) -> Epoch:
+    """Return the epoch of ``entry``."""
+    members = [
+        Member(slot_of(member), int(member.partition("/")[2], 16), "send" if member in entry.senders else "listen")
+        for member in sorted(entry.members, key=slot_of)
+    ]
+    return Epoch(tuple(members), entry.first)
+
+
+def needed_visits(overlap: int, own: bool) -> int:
+    """Return the number of times that means must have set each element of a listener before it may send.
+
+    ``overlap``: later exchanges of an element under way when one comes back. ``own``: whether it began with weights of
+    the run. A cycle of means is the model; an island that began with others corrects the elements that were set first once more.
+    """
+    return 3 * (overlap + 1) if overlap else 1 if own else 2
+
+
+def outer_visits(lr: float, momentum: float) -> float:
+    """Return the number of outer steps after which 1 % of the distance of outer weights from those of the senders is left.
+
+    A mean that does not depend on them takes the distances (v, b) to (v - ``lr`` (v + ``momentum`` b'), b'), with
+    b' = ``momentum`` b + v.
+    """
+    step = [[1 - lr * (1 + momentum), -lr * momentum**2], [1.0, momentum]]
+    left = float(abs(np.linalg.eigvals(step)).max())
+    return math.log(_LEFT) / math.log(left) if _LEFT < left < 1 else 1.0 if left < 1 else math.inf
+
+
+@dataclass
+class Slot:
+    """The island of a slot.
+
+    ``trains``: makes iterations. ``reached``: by others. ``listens``: until it may send. ``own``: has weights of the
+    run. ``life``: counts its starts. ``fresh``: it has not been there since it started. ``sent``: iterations of the run
+    when it last sent; ``made``: its own since.
+    """
+
+    trains: bool = True
+    reached: bool = True
+    listens: bool = False
+    own: bool = True
+    life: int = 0
+    fresh: bool = False
+    sent: int = 0
+    made: int = 0
+
+    def lag(self, now: int) -> int:
+        """Return the lag after ``now`` iterations of the run."""
+        return now - self.sent - self.made
+
+    def stopped(self, now: int, keep: int) -> bool:
+        """Return whether weights are too old to send. ``keep``: the largest lag that is none, in iterations."""
+        return self.lag(now) > keep and 2 * self.lag(now) > now - self.sent
+
+    @property
+    def member(self) -> bool:
+        """Whether it takes part in exchanges."""
+        return self.trains and self.reached
+
+
+class Standing:
+    """The presence of one island of real ranks: whether it sends, and how far behind it is."""
+
+    def __init__(self, config: LossyConfig) -> None:
+        self.slot = Slot()
+        self.slots, self.members = [self.slot], [0]
+        self._overlap, self._outer = config.overlap, config.outer_optimizer if config.has_outer_optimizer else None
+
+    def enter(self, made: int) -> None:
+        """Begin after ``made`` iterations. Without any, the weights are the run's only if all islands begin."""
+        self.slot.own, self.slot.sent = made > 0, made
+
+    def joins(self, now: int, keep: int) -> bool:
+        """Join an epoch of others, which have made ``now`` iterations. Return whether the island begins to listen.
+
+        Weights of an island that has trained most of the time are not old: it keeps them. Outer weights are old after any absence.
+        """
+        before = self.slot.listens
+        self.slot.listens |= self._outer is not None and now > 0
+        self.slot.own |= now == 0
+        self.slot.listens |= not self.slot.own or self.slot.stopped(now, keep)
+        return self.slot.listens and not before
+
+    def copied(self, made: int, now: int, keep: int) -> None:
+        """Take the state of a sender as of ``made`` iterations of the run, which has made ``now``."""
+        self.slot.own, self.slot.sent, self.slot.made = True, made, 0
+        self.slot.listens = self.slot.stopped(now, keep)
+
+    def may_send(self, visits: int) -> bool:
+        """Begin an exchange. Return whether the island is about to send again.
+
+        ``visits``: how often means have set each element since it began to listen, at least.
+        """
+        needed = needed_visits(self._overlap, self.slot.own) if self._outer is None else outer_visits(*self._outer)
+        if self.slot.listens and visits >= needed:
+            self.slot.listens, self.slot.own = False, True
+            return True
+        return False
+
+    def sent(self, now: int) -> None:
+        """Note that it has sent after ``now`` iterations of the run."""
+        self.slot.sent, self.slot.made = now, 0

@@ -67,8 +67,6 @@ class Rule(ABC):
 
     #: Whether the rule acts at every exchange, also when no mean has come back yet.
     always: ClassVar[bool] = False
-    #: Whether an island keeps its difference to the rounded values that it sent. Then owners may keep rounding's rest.
-    keeps_rest: ClassVar[bool] = False
 
     def payload(self, now: torch.Tensor, places: Places | None) -> torch.Tensor:
         """Return the values [islands, k] that islands with the weights ``now`` [islands, k] at ``places`` send. It may be ``now``."""
@@ -112,8 +110,6 @@ class NoCorrection(Rule):
 class Mixing(Rule):
     """w + gain (mean - sent)."""
 
-    keeps_rest = True
-
     def __init__(self, gain: float) -> None:
         self.gain = gain
 
@@ -134,8 +130,6 @@ class SmithPredictor(Rule):
     rule remembers that part. So every mean removes a share of the known deviation, and nothing is removed twice.
     ``size``: elements of the vector.
     """
-
-    keeps_rest = True
 
     def __init__(self, gain: float, islands: int, size: int, device: torch.device) -> None:
         self.gain = gain
@@ -172,8 +166,6 @@ class MovingAverage(Rule):
 
     ``size``: elements of the vector. ``steps``: length of the run.
     """
-
-    keeps_rest = True
 
     def __init__(
         self, islands: int, size: int, first: float, last: float, hold: int, steps: int, device: torch.device

@@ -13,9 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from . import copying
 from .copying import STEP, HostCopy
-from .rounds import Between, MemberRounds
 from .vector import Segment, Vector
 
 
@@ -68,7 +66,7 @@ def pieces_of(optimizer: Any) -> list[Piece]:
 class PartVector(Vector):
     """Part number ``rank`` of ``parts`` of the elements of ``optimizer``, a copy; without any on other ranks.
 
-    Making one is a collective call of ``group``, the ranks of the island, and so are all verbs but those of :class:`Vector`.
+    Making one is a collective call of ``group``, the ranks of the island, and so are all verbs but :meth:`read` and :meth:`write`.
     """
 
     def __init__(self, optimizer: Any, parts: int, group: Any, device: torch.device) -> None:
@@ -92,12 +90,10 @@ class PartVector(Vector):
 
     @torch.no_grad()
     def gather_weights(self) -> None:
-        """Make the copy that of the main weights."""
         self._copy.copy_(self._gather([piece.main for piece in self._pieces]))
 
     @torch.no_grad()
     def scatter_weights(self) -> None:
-        """Make the weights those of the copies."""
         for piece, values in zip(self._pieces, self._scatter(self._copy), strict=True):
             piece.main.view(-1).copy_(values)
             if piece.rounded is not None:
@@ -210,37 +206,15 @@ def _small(value: Any) -> Any:
     return value.detach().reshape(-1)[:1].cpu() if isinstance(value, torch.Tensor) and value.dim() else value
 
 
-def held_state(vectors: Sequence[Vector], optimizers: Sequence[Any]) -> dict[str, HostCopy | float]:
-    """Return :func:`.copying.held_state`, also of parts. A collective call of the island."""
-    parts = [vector for vector in vectors if isinstance(vector, PartVector)]
-    if not parts:
-        return copying.held_state(vectors, optimizers)
+def held_state(parts: Sequence[PartVector], _: Sequence[Any]) -> dict[str, HostCopy | float]:
+    """Return :func:`.copying.held_state` of parts. A collective call of the island."""
     found = dict[str, HostCopy | float]()
     for number, part in enumerate(parts):
         found |= part.held_state(str(number))
     return found
 
 
-def put_state(vectors: Sequence[Vector], optimizers: Sequence[Any], values: Mapping[str, torch.Tensor | float]) -> None:
+def put_state(parts: Sequence[PartVector], _: Sequence[Any], values: Mapping[str, torch.Tensor | float]) -> None:
     """Put ``values``, a :func:`held_state`, in the place of the present state. A collective call of the island."""
-    parts = [vector for vector in vectors if isinstance(vector, PartVector)]
-    if not parts:
-        copying.put_state(vectors, optimizers, values)
     for number, part in enumerate(parts):
         part.put_state(str(number), values)
-
-
-class PartRounds(MemberRounds[Between]):
-    """The exchanges of a :class:`PartVector`, which all ranks of the island make at once."""
-
-    vectors: Sequence[PartVector]
-
-    def after_iteration(self, step: int) -> int | None:
-        """See :meth:`.Rounds.after_iteration`."""
-        if all(passed % self._interval for passed in (step + 1, step + 1 - self._delay)):
-            return None
-        [vector] = self.vectors
-        vector.gather_weights()
-        count = super().after_iteration(step)
-        vector.scatter_weights()
-        return count

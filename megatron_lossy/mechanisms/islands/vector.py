@@ -211,6 +211,12 @@ class Vector:
         self._segments, self.size, self._device = segments, size, device
         self._known: tuple[Places | None, list[tuple[Segment, Part]]] = (None, [])
 
+    def gather_weights(self) -> None:
+        """Make the segments those of the weights, if they are copies: an exchange begins, or a mean is about to be used."""
+
+    def scatter_weights(self) -> None:
+        """Make the weights those of the segments, if these are copies."""
+
     def read(self, places: Places | None) -> torch.Tensor:
         """Return a copy [k] of the elements at ``places``; ``None``: all."""
         result = torch.zeros(self.size if places is None else len(places), device=self._device)

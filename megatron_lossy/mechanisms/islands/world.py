@@ -71,20 +71,11 @@ class IslandWorld:
         """Return the seconds that a rank waits for another one."""
         return self._timeout.total_seconds()
 
-    def wait_for_first(self, first_is_through: Callable[[], None]) -> None:
-        """Call ``first_is_through`` on the first rank of the island; the others wait until it returns."""
-        store = torch.distributed.PrefixStore(f"{self._prefix}/{self.island}/through", _store)
-        if not self.rank:
-            first_is_through()
-            store.set("done", "1")
-            return
-        with contextlib.suppress(torch.distributed.DistError):  # the serving rank leaves when all are through
-            while not store.check(["done"]):
-                time.sleep(_LOOK)
-
-    def store(self, name: str) -> Any:
-        """Return a store of the ranks with this one's place in every island alone. ``name``: its purpose, unique."""
-        return torch.distributed.PrefixStore(f"{self._prefix}/meet/{self.rank}/{name}", _store)
+    def store(self, name: str, rank: int | None = None) -> Any:
+        """Return a store of the ranks with this one's place in every island, or with the place ``rank``. ``name``: its purpose, unique."""
+        return torch.distributed.PrefixStore(
+            f"{self._prefix}/meet/{self.rank if rank is None else rank}/{name}", _store
+        )
 
     def meet(self, name: str) -> Meeting:
         """Return a group of the ranks with this place in each island. A collective call of these. ``name``: unique."""
@@ -149,54 +140,31 @@ class Meeting:
             result += other
         return result.to(own.device)
 
-    def largest(self, value: int, patience: timedelta | None = None) -> int:
-        """Return the largest ``value`` of all islands. ``patience``: seconds to wait for others, by default the world's."""
-        result = torch.tensor([value])
-        options = torch.distributed.AllreduceOptions()
-        if patience is not None:
-            options.timeout = patience
-        options.reduceOp = torch.distributed.ReduceOp.MAX
-        self._group.allreduce([result], options).wait()
-        return int(result)
-
-
-#: A number besides those of signals: the island is at the end of its run.
-_OVER = 1 << 14
-#: Others may receive it only with their next exchange, or end much later. A dead island is noticed in other ways.
-_PATIENCE = timedelta(days=365)
-
 
 class Stopping:
-    """The knowledge of one rank about stopping. ``meeting``: of the first ranks of all islands, on one of these.
+    """The knowledge of one rank of ``world`` about stopping. The first ranks of all islands agree in the store, on threads.
 
     Iterations are counted from 1, beginning where this process began; all islands begin alike.
     """
 
-    def __init__(self, meeting: Meeting | None = None) -> None:
-        #: The signal to stop, as far as it is known here; 0: none. It crosses in messages.
-        self.number = 0
+    def __init__(self, world: IslandWorld) -> None:
+        self._number = 0  # the signal to stop, as far as it is known here; 0: none
         self._changed = threading.Condition()
         self._begun = 0
-        self._asked = 0  # questions still to be put, by islands that exchange nothing
         self._over = False
         self._most: int | None = None  # iterations that may begin before the last one is known
         self._last: int | None = None
         self._error: BaseException | None = None
-        self._thread: threading.Thread | None = None
-        if meeting is not None:
-            self._thread = threading.Thread(target=self._run, args=(meeting,), name="megatron-lossy-stop", daemon=True)
+        self._store, self._island, self._islands = world.store("stop", 0), world.island, world.islands
+        self._thread = threading.Thread(target=self._run, name="megatron-lossy-stop", daemon=True)
+        self._first = world.rank == 0
+        if self._first:
             self._thread.start()
 
-    def hear(self, number: int) -> None:
+    def stop(self, number: int) -> None:
         """Note that ``number`` is a signal to stop. May be called on any thread."""
         with self._changed:
-            self.number = max(self.number, number)
-            self._changed.notify_all()
-
-    def ask(self) -> None:
-        """Ask the others whether they stop, without waiting. All islands ask equally often."""
-        with self._changed:
-            self._asked += 1
+            self._number = max(self._number, number)
             self._changed.notify_all()
 
     def begin(self) -> tuple[int, int]:
@@ -209,45 +177,53 @@ class Stopping:
             while self._most is not None and self._begun > self._most and self._last is None and self._error is None:
                 self._changed.wait()
             self._check()
-            return self.number, self._last or 0
+            return self._number, self._last or 0
 
     def leave(self) -> None:
         """Wait, after the last iteration, until all islands are there: they may still need data from this one."""
-        if self._thread is not None:
-            with self._changed:
-                self._over = True
-                self._changed.notify_all()
+        with self._changed:
+            self._over = True
+            self._changed.notify_all()
+        if self._first:
             self._thread.join()
             self._check()
+        with contextlib.suppress(torch.distributed.DistError):  # the serving rank leaves when all are there
+            self._wait_for("over")
 
     def _check(self) -> None:
         if self._error is not None:
             raise self._error
 
-    def _run(self, meeting: Meeting) -> None:
+    def _run(self) -> None:
         try:
-            self._agree(meeting)
+            self._agree()
             with self._changed:
                 self._changed.wait_for(lambda: self._over)
-            meeting.largest(0, _PATIENCE)
+            self._store.set(f"over/{self._island}", "")
         except BaseException as error:
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
 
-    def _agree(self, meeting: Meeting) -> None:
-        known = 0
-        while not known:
+    def _agree(self) -> None:
+        while not self._number and not self._over:
+            if self._store.check(["stop"]):
+                self.stop(int(self._store.get("stop")))
             with self._changed:
-                self._changed.wait_for(lambda: self.number or self._over or self._asked)
-                self._asked -= 1
-                known = self.number | (_OVER if self._over else 0)
-            known = meeting.largest(known, _PATIENCE)
+                self._changed.wait_for(lambda: self._number or self._over, _LOOK)
         with self._changed:
-            self.number = max(self.number, known % _OVER)
-            self._most = self._begun
-            mine = self._begun if self._over else self._begun + 1  # the next one begins once all ranks can have it
-        last = meeting.largest(mine, _PATIENCE)
+            self._most, number = self._begun, self._number
+            last = self._begun if self._over else self._begun + 1  # the next one begins once all ranks can have it
+        if number:
+            self._store.set("stop", str(number))
+        self._store.set(f"last/{self._island}", f"{last} {number}")
+        self._wait_for("last")
+        found = [self._store.get(f"last/{island}").decode().split() for island in range(self._islands)]
         with self._changed:
-            self._last = last
+            self._number = max(int(number) for _, number in found)
+            self._last = max(int(last) for last, _ in found)
             self._changed.notify_all()
+
+    def _wait_for(self, what: str) -> None:
+        while not self._store.check([f"{what}/{island}" for island in range(self._islands)]):
+            time.sleep(_LOOK)

@@ -9,12 +9,10 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-import errno
-import fcntl
 import html
 import json
-import os
 import signal
+import sqlite3
 import ssl
 import time
 from collections.abc import Callable, Mapping
@@ -22,17 +20,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ....base.errors import ArgumentParser, cannot, host_port, refuse
+from ....base.errors import ArgumentParser, host_port, refuse
 from ....base.files import read_key
 from .messages import Beat, Entry, Slot, read
-from .store import PORT, server_context, split_address
+from .store import PORT, split_address, tls_of
 
 #: Bytes of the head of a request, of its body, of a key, of a value, of all keys and values; keys; connections.
 HEAD, BODY, KEY, VALUE, ALL, KEYS, CONNECTIONS = 1 << 14, 1 << 18, 256, 1 << 16, 64 << 20, 20_000, 512
 #: Seconds for a handshake, for the next request of a connection, and for the rest of a request or its answer.
 HANDSHAKE, IDLE, REST = 5.0, 120.0, 10.0
-#: Bytes of a journal, besides those of the values in it, above which it is written anew.
-_SPARE = 16 << 20
+#: Opens a journal. A write to it is on disk before it is answered.
+_OPEN = """
+    PRAGMA locking_mode = EXCLUSIVE;
+    PRAGMA synchronous = FULL;
+    BEGIN EXCLUSIVE;
+    CREATE TABLE IF NOT EXISTS texts (key BLOB PRIMARY KEY, value BLOB);
+    COMMIT;
+"""
 #: Part of the keys that the journal leaves out: they are written each second, and islands write them again.
 _BEAT = b"/beat/"
 
@@ -40,70 +44,18 @@ _BEAT = b"/beat/"
 Route = Callable[[str, str, bytes], "tuple[int, str, bytes]"]
 
 
-class Journal:
-    """The writes to a dictionary, each on disk before it is answered. One process at a time has it.
+def open_journal(path: Path) -> sqlite3.Connection:
+    """Return the file of SQLite that keeps the values of a coordinator. One process at a time has it.
 
-    Raises :class:`UsageError` if ``path`` cannot be used.
+    Raise :class:`UsageError` if it cannot be used.
     """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.values: dict[bytes, bytes] = {}
-        try:
-            self._file: Any = open(path, "ab+")
-            _lock(self._file)
-            self._file.seek(0)
-            for line in self._file:
-                with contextlib.suppress(ValueError, TypeError):  # the last one may be torn
-                    key, value = json.loads(line)
-                    self.values[base64.b64decode(key)] = base64.b64decode(value)
-            self._shorten()
-        except BlockingIOError:
-            raise refuse("--journal", path, "belongs to a coordinator that runs") from None
-        except OSError as error:
-            raise cannot("--journal", path, "written", error) from None
-
-    def write(self, key: bytes, value: bytes) -> None:
-        """Add a line. Raise :class:`OSError`, and then it is not there."""
-        end = self._file.tell()
-        try:
-            _append(self._file, _line(key, value))
-        except OSError:
-            with contextlib.suppress(OSError):
-                self._file.truncate(end)
-                self._file.seek(end)
-            raise
-        self.values[key] = value
-        if end > self._long:
-            with contextlib.suppress(OSError):  # it stays long
-                self._shorten()
-
-    def _shorten(self) -> None:
-        """Write a journal of the present values alone, and put it in the place of this one."""
-        aside = self._path.with_name(self._path.name + ".new")
-        new = open(aside, "wb", buffering=0)
-        _lock(new)
-        _append(new, b"".join(_line(*item) for item in self.values.items()))
-        aside.replace(self._path)
-        self._file.close()
-        self._file, self._long = new, new.tell() + _SPARE
-        folder = os.open(self._path.parent, os.O_RDONLY)
-        os.fsync(folder)
-        os.close(folder)
-
-
-def _append(file: Any, lines: bytes) -> None:
-    if file.write(lines) != len(lines):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    os.fsync(file.fileno())
-
-
-def _lock(file: Any) -> None:
-    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-def _line(key: bytes, value: bytes) -> bytes:
-    return json.dumps([base64.b64encode(key).decode(), base64.b64encode(value).decode()]).encode() + b"\n"
+    try:
+        journal = sqlite3.connect(path, timeout=0, isolation_level=None)
+        journal.executescript(_OPEN)
+    except sqlite3.Error as error:
+        why = "belongs to a coordinator that runs" if "locked" in str(error) else f"cannot be used: {error}"
+        raise refuse("--journal", path, why) from None
+    return journal
 
 
 class Dictionary:
@@ -112,9 +64,11 @@ class Dictionary:
     ``noted(key, value)`` is called with each write. ``malformed``: requests without an answer.
     """
 
-    def __init__(self, journal: Journal | None, noted: Callable[[bytes, bytes], None] = lambda *_: None) -> None:
+    def __init__(
+        self, journal: sqlite3.Connection | None, noted: Callable[[bytes, bytes], None] = lambda *_: None
+    ) -> None:
         self._journal, self._noted = journal, noted
-        self._values = dict(journal.values) if journal else {}
+        self._values: dict[bytes, bytes] = dict(journal.execute("SELECT * FROM texts")) if journal else {}
         self._size = sum(len(key) + len(value) for key, value in self._values.items())
         self.malformed = 0
         for key, value in self._values.items():
@@ -130,7 +84,7 @@ class Dictionary:
         except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
             self.malformed += 1
             status, found = 400, {"error": f"{type(error).__name__}: {error}"}
-        except OSError as error:  # the disk of the journal
+        except sqlite3.Error as error:  # the disk is full
             status, found = 503, {"error": str(error)}
         return status, "application/json", json.dumps(found).encode()
 
@@ -151,7 +105,7 @@ class Dictionary:
         if size > ALL or (key not in self._values and len(self._values) >= KEYS):
             raise ValueError(f"the store is full: {len(self._values)} keys, {self._size} bytes")
         if self._journal and _BEAT not in key:
-            self._journal.write(key, value)
+            self._journal.execute("REPLACE INTO texts VALUES (?, ?)", (key, value))
         self._values[key], self._size = value, size
         self._noted(key, value)
         return {}
@@ -242,7 +196,7 @@ async def serve(
 ) -> None:
     """Serve until SIGINT or SIGTERM. ``say`` gets the addresses. Raise :class:`UsageError`."""
     watcher = Watcher(time.time)
-    store = Dictionary(Journal(journal), watcher.note)
+    store = Dictionary(open_journal(journal), watcher.note)
     server = Server(store.answer)
     watcher.counters = lambda: {
         "accepted": server.accepted,
@@ -255,7 +209,7 @@ async def serve(
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, end.set)
     with contextlib.ExitStack() as stack:
-        doors = [("--bind", "coordinator: tcp://", server, bind, server_context(key))]
+        doors = [("--bind", "coordinator: tcp://", server, bind, tls_of(key, server=True))]
         if page is not None:
             doors.append(("--page", "page: http://", Server(watcher.answer), page, None))
         for flag, name, door, (host, port), tls in doors:

@@ -2,9 +2,8 @@
 
 An island polls: it reads what is in the store, and gets what it is to write, whom to connect to, and what has become of it. Keys
 are ``birth``, ``flags``, ``slot/I``, ``beat/I``, ``prepare`` and ``epoch``. The last holds the newest entry of the list of epochs:
-an entry replaces its predecessor by compare-and-swap, so that none is written twice, and names it by its hash.
-
-Entries that are written without an answer are read at the next poll.
+an entry replaces its predecessor by compare-and-swap, so that none is written twice, and names it by its hash. Entries that are written
+without an answer are read at the next poll.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median, median_low
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .messages import NOBODY, Beat, Birth, Entry, Member, Members, Picture, Preparation, Slot, Slots, slot_of, write
 
@@ -49,8 +48,8 @@ class Local:
     ``unix``: seconds, of a clock that may be wrong. ``iteration`` and ``exchange``: made so far; ``interval`` iterations make an
     exchange, which takes ``seconds``. ``ready``: its weights are the run's, and may be sent. ``leaves``: it is about to end. ``received``:
     members whose frames have come within the time of silence. ``connected``: candidates of the preparation ``attempt`` to which a
-    connection stands. ``answers``: whether the holder of this island's slot answers at its address; ``None``: not known. The others
-    are for operators.
+    connection stands. ``answers``: whether the holder of this island's slot answers at its address; ``None``: not known. ``shown``: fields
+    of a :class:`Beat` for operators.
     """
 
     unix: float
@@ -64,10 +63,7 @@ class Local:
     attempt: str = ""
     connected: Collection[Member] = ()
     answers: bool | None = None
-    lag: int = 0
-    loss: float = 0.0
-    lost: float = 0.0
-    event: str = ""
+    shown: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Write(NamedTuple):
@@ -111,9 +107,9 @@ class _Seen:
 class Island:
     """The rules of one of ``islands`` slots, which ``own`` describes.
 
-    :attr:`entry` is the newest that names it; exchanges before its first are made under the one before, and who is far from that
-    goes on at it, with the weights that it has. :attr:`role`: waits for an
-    entry, copies, or sends. :attr:`holds`: whether its slot is its own. ``draw``: random hexadecimal text of so many bytes.
+    :attr:`entry` is the newest that names it; exchanges before its first are made under the one before, and an island far from that goes on
+    at it, with the weights that it has. :attr:`role`: waits for an entry, copies, or sends. :attr:`holds`: whether its slot is its own.
+    ``draw``: random hexadecimal text of so many bytes.
     """
 
     def __init__(
@@ -201,8 +197,8 @@ class Island:
         """Return whether its beats stand still, and no live island receives from it."""
         if me in picture.beats and picture.beats[me].role == "leaves":
             return True
-        if me not in self._seen or self._seen[me].silence < self.times.silent:
-            return me not in self._seen
+        if self._seen[me].silence < self.times.silent:
+            return False
         return me not in local.received and not any(
             me in beat.received and other != me and self._seen[other].silence < self.times.silent
             for other, beat in picture.beats.items()
@@ -222,8 +218,7 @@ class Island:
         holder, text = picture.slots.get(self.slot), picture.texts.get(f"slot/{self.slot}")
         mine = holder is not None and holder.me == self.me
         claim = Write(f"slot/{self.slot}", write(self.own), text)
-        if not self.holds and mine:
-            self.holds = True
+        self.holds |= mine
         if self.holds and holder is not None and not mine:
             plan.lost = f"--island {self.slot}: a later start at {holder.host} has taken this slot"
             return False
@@ -266,17 +261,19 @@ class Island:
             role="leaves" if local.leaves else self.role,
             iteration=local.iteration,
             exchange=local.exchange,
-            entry=self.entry.ident if self.entry else "",
+            entry=self._ident,
             seconds=local.seconds,
-            lag=local.lag,
             received=Slots.of(local.received),
             attempt=plan.attempt,
             ready=Slots.of(set(plan.connect) & set(local.connected)) if plan.attempt == local.attempt else NOBODY,
             yields=int(now < self._yields),
-            loss=local.loss,
-            lost=local.lost,
-            event=local.event[:48],
+            **local.shown,
         )
+
+    @property
+    def _ident(self) -> str:
+        """The hash of the entry; empty without one."""
+        return self.entry.ident if self.entry else ""
 
     # -- the next entry
 
@@ -291,10 +288,8 @@ class Island:
 
     def _follow(self, picture: Picture, plan: Plan) -> None:
         """Note how far the other senders are."""
-        entry = self.entry.ident if self.entry else ""
-        senders = [beat for me, beat in picture.beats.items() if me != self.me and beat.role == "sends"]
-        there = [beat for beat in senders if beat.entry == entry]
-        if there:
+        others = [beat for me, beat in picture.beats.items() if me != self.me and beat.entry == self._ident]
+        if there := [beat for beat in others if beat.role == "sends"]:
             plan.run, plan.seconds = median_low(beat.exchange for beat in there), median(beat.seconds for beat in there)
 
     def _number(self, picture: Picture) -> int:
@@ -321,13 +316,10 @@ class Island:
                 new = Preparation(number, self.me, self._draw(4), wanted)
                 plan.writes.append(Write("prepare", write(new), text))
             return
-        fresh = [me for me in wanted if live[me].attempt == prepared.nonce and not self._is_late(me)]
-        ready = {me: live[me].ready for me in fresh}
-        ready[self.me] = Slots.of(set(wanted) & set(local.connected)) if prepared.nonce == local.attempt else NOBODY
-        whole = not _lacking(wanted, ready)
-        if not whole and age < self.times.connect:
-            return
+        ready = {me: live[me].ready for me in wanted if live[me].attempt == prepared.nonce and not self._is_late(me)}
         members = _connected(wanted, ready, self._senders(live, base))
+        if members != wanted and age < self.times.connect:
+            return
         self._leave_out(now, wanted, members, picture, plan)
         if self._may_commit(now, members, live, base, last):
             entry = self._entry(prepared, members, live, base, local)
@@ -342,8 +334,7 @@ class Island:
         }
         late = [me for me in live if self._is_late(me)]
         for me in late:
-            receivers = [other for other, beat in live.items() if other not in late and me in beat.received]
-            if receivers:
+            if receivers := [other for other, beat in live.items() if other not in late and me in beat.received]:
                 live[me] = replace(live[me], entry=live[receivers[0]].entry, received=Slots.of(receivers))
         return live
 
@@ -357,7 +348,7 @@ class Island:
         branches = _branches(live)
         if branches:
             best = max(branches, key=lambda ident: _weight(branches[ident], live, ident))
-            if self.entry is None or self.entry.ident != best:
+            if self._ident != best:
                 return False
             turn = sorted(branches[best], key=lambda me: (live[me].role != "sends", slot_of(me)))
         elif len(live) < self._islands and now - self._began < self.times.join:
@@ -408,8 +399,7 @@ class Island:
         if former is None or 2 * len(there & {slot_of(me) for me in former.senders}) >= len(former.senders):
             self._fewer = None
             return True
-        if self._fewer is None:
-            self._fewer = now
+        self._fewer = now if self._fewer is None else self._fewer
         return now - self._fewer >= self.times.alone
 
     def _entry(
@@ -425,8 +415,7 @@ class Island:
             quickest = max(1e-3, min(live[me].seconds for me in senders))
             first += 1 + math.ceil(self.times.read / quickest)
         iteration = max(live[me].iteration + (first - live[me].exchange) * local.interval for me in senders)
-        parent = base.ident if base else ""
-        return Entry(prepared.number, members, tuple(senders), first, iteration, parent, prepared.nonce)
+        return Entry(prepared.number, members, tuple(senders), first, iteration, self._ident, prepared.nonce)
 
 
 def _branches(live: Mapping[Member, Beat]) -> dict[str, list[Member]]:
@@ -448,20 +437,14 @@ def _weight(branch: Sequence[Member], live: Mapping[Member, Beat], ident: str) -
     return not yields, len(receiving), max(live[me].iteration for me in branch), ident
 
 
-def _lacking(members: Sequence[Member], ready: Mapping[Member, Slots]) -> dict[Member, int]:
-    """Return the members without a connection to all others, with the number of those that they lack."""
-    lacks = {
-        me: sum(
-            not (other in ready.get(me, NOBODY) and me in ready.get(other, NOBODY)) for other in members if other != me
-        )
-        for me in members
-    }
-    return {me: number for me, number in lacks.items() if number}
-
-
 def _connected(wanted: Members, ready: Mapping[Member, Slots], keep: Collection[Member]) -> Members:
-    """Return those of ``wanted`` of which every pair is connected: who lacks most pairs goes, of ``keep`` last."""
+    """Return those of ``wanted`` of which every pair is connected: the one that lacks most pairs goes, of ``keep`` last."""
     members = list(wanted)
-    while lacks := _lacking(members, ready):
-        members.remove(max(lacks, key=lambda me: (lacks[me], me not in keep, slot_of(me))))
+
+    def lacks(me: Member) -> int:
+        others = [other for other in members if other != me]
+        return sum(other not in ready.get(me, NOBODY) or me not in ready.get(other, NOBODY) for other in others)
+
+    while lacks(worst := max(members, key=lambda me: (lacks(me), me not in keep, slot_of(me)))):
+        members.remove(worst)
     return tuple(members)

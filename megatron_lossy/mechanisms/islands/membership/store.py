@@ -19,7 +19,6 @@ import ssl
 import tempfile
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
@@ -41,38 +40,11 @@ class Unreachable(ConnectionError):
     """No usable answer within the timeout. A write may have been made all the same."""
 
 
-class Store(ABC):
-    """A store of texts by key. A call without an answer within ``timeout`` seconds raises :class:`Unreachable`.
+class Store:
+    """A store of texts by key, behind etcd's JSON gateway at one of ``hosts``, (name, port); one that does not answer is asked last.
 
-    Use an object on one thread only.
-    """
-
-    timeout = TIMEOUT
-
-    @abstractmethod
-    def get(self, key: str) -> str | None:
-        """Return the value; ``None`` if there is none."""
-
-    @abstractmethod
-    def put(self, key: str, value: str) -> None:
-        """Write the value."""
-
-    @abstractmethod
-    def put_if(self, key: str, old: str | None, new: str) -> bool:
-        """Write ``new`` if the value is ``old`` (``None``: there is none), at once. Return whether that was done.
-
-        ``new`` must differ from the writes of all others, so that a write without an answer can be distinguished from another's.
-        """
-
-    @abstractmethod
-    def list(self, prefix: str) -> dict[str, str]:
-        """Return all values whose key begins with ``prefix``, as of one moment, by whole key."""
-
-
-class Gateway(Store):
-    """A store behind etcd's JSON gateway at one of ``hosts``, (name, port); one that does not answer is asked last.
-
-    ``tls``: how to connect; plainly without. ``name``: in the server's certificate, if it is not the host's. ``user``: and password.
+    ``tls``: how to connect; plainly without. ``name``: in the server's certificate, if it is not the host's. ``user``: and password. A
+    call without an answer within :data:`TIMEOUT` raises :class:`Unreachable`. Use an object on one thread only.
     """
 
     def __init__(
@@ -82,26 +54,31 @@ class Gateway(Store):
         tls: ssl.SSLContext | None = None,
         name: str | None = None,
         user: tuple[str, str] | None = None,
-        timeout: float = TIMEOUT,
     ) -> None:
-        self.timeout = timeout
         self._hosts, self._prefix, self._tls, self._name, self._user = list(hosts), f"{run}/", tls, name, user
         self._connection: http.client.HTTPConnection | None = None
         self._token: str | None = None
 
     def get(self, key: str) -> str | None:
+        """Return the value; ``None`` if there is none."""
         found = self._repeat(lambda end: self._range({"key": self._key(key)}, end))
         return next(iter(found.values()), None)
 
     def list(self, prefix: str) -> dict[str, str]:
+        """Return all values whose key begins with ``prefix``, as of one moment, by whole key."""
         first = self._prefix + prefix
         end_key = _code(first[:-1] + chr(ord(first[-1]) + 1))
         return self._repeat(lambda end: self._range({"key": _code(first), "range_end": end_key}, end))
 
     def put(self, key: str, value: str) -> None:
+        """Write the value."""
         self._repeat(lambda end: self._post("kv/put", {"key": self._key(key), "value": _code(value)}, end))
 
     def put_if(self, key: str, old: str | None, new: str) -> bool:
+        """Write ``new`` if the value is ``old`` (``None``: there is none), at once. Return whether that was done.
+
+        ``new`` must differ from the writes of all others, so that a write without an answer can be distinguished from another's.
+        """
         there = {"target": "CREATE", "create_revision": "0"}
         compare = {"key": self._key(key), "result": "EQUAL"} | (
             there if old is None else {"target": "VALUE", "value": _code(old)}
@@ -131,7 +108,7 @@ class Gateway(Store):
 
     def _repeat(self, attempt: Callable[[float], _T]) -> _T:
         """Attempt it at each host, and once more where a kept connection may have ended, as long as there is time."""
-        end = time.monotonic() + self.timeout
+        end = time.monotonic() + TIMEOUT
         for left in reversed(range(len(self._hosts) + 1)):
             try:
                 return attempt(end)
@@ -166,7 +143,7 @@ class Gateway(Store):
             if isinstance(error, ssl.SSLError):
                 why = f"it has another key file or certificate ({why})"
             elif isinstance(error, (TimeoutError, concurrent.futures.TimeoutError)):
-                why = f"no answer within {self.timeout:g} s"
+                why = f"no answer within {TIMEOUT:g} s"
             raise Unreachable(f"{host}:{port}: {why}") from None
 
     def _ask(self, path: str, body: Mapping[str, Any], end: float) -> tuple[int, dict[str, Any]]:
@@ -193,7 +170,7 @@ class Gateway(Store):
         host, port = self._hosts[0]
         sock = socket.create_connection((host, port), max(1e-3, end - time.monotonic()))
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.settimeout(self.timeout)
+        sock.settimeout(TIMEOUT)
         if self._tls is not None:
             sock = self._tls.wrap_socket(sock, server_hostname=self._name or host)
         if time.monotonic() >= end:  # it is not waited for any more
@@ -246,7 +223,7 @@ def check_url(url: str, flag: str = "--rendezvous") -> tuple[list[tuple[str, int
     return hosts, found["run"], found["access"], ours
 
 
-def open_store(url: str, key: bytes | None, flag: str = "--rendezvous") -> Gateway:
+def open_store(url: str, key: bytes | None, flag: str = "--rendezvous") -> Store:
     """Return the store of ``url``: ``tcp://HOST:PORT/RUN`` or ``etcd://HOST:PORT,…/RUN``. Nothing is connected yet.
 
     ``key``: of the key file, for ``tcp``. ``?access=FILE`` after the name of an etcd: a YAML file with any of user and password, and
@@ -256,7 +233,7 @@ def open_store(url: str, key: bytes | None, flag: str = "--rendezvous") -> Gatew
     if ours:
         if key is None:
             raise refuse(flag, url, "needs the key file that the coordinator has")
-        return Gateway(hosts, run, client_context(key), NAME)
+        return Store(hosts, run, tls_of(key), NAME)
     access = _access(file, flag) if file else {}
     tls = None
     if "ca" in access:
@@ -267,7 +244,7 @@ def open_store(url: str, key: bytes | None, flag: str = "--rendezvous") -> Gatew
         except OSError as error:  # SSLError is one
             raise refuse(flag, url, f"ca, cert and key of {file}: {first_line(error)}") from None
     user = (access["user"], access.get("password", "")) if "user" in access else None
-    return Gateway(hosts, run, tls, user=user)
+    return Store(hosts, run, tls, user=user)
 
 
 def _access(path: str, flag: str) -> dict[str, str]:
@@ -289,18 +266,9 @@ def _access(path: str, flag: str) -> dict[str, str]:
 NAME = "megatron-lossy"
 
 
-def client_context(key: bytes) -> ssl.SSLContext:
-    """Return the context of a client. ``key``: the bytes of the key file."""
-    return _context(ssl.PROTOCOL_TLS_CLIENT, key)
-
-
-def server_context(key: bytes) -> ssl.SSLContext:
-    """Return the context of a server."""
-    return _context(ssl.PROTOCOL_TLS_SERVER, key)
-
-
-def _context(protocol: int, key: bytes) -> ssl.SSLContext:
-    context = ssl.SSLContext(protocol)
+def tls_of(key: bytes, server: bool = False) -> ssl.SSLContext:
+    """Return the context of a client, or of a server. ``key``: the bytes of the key file."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.verify_mode = ssl.CERT_REQUIRED
     private, certificate = _certificate(key)
