@@ -8,17 +8,17 @@ pytestmark = pytest.mark.shows("lines by storey, files, flags and help stay with
 
 LIMITS = {
     "entries of megatron_lossy": 14,
-    "lines outside lab": 31_514,
-    "lines of the package": 46_177,
-    "lines of C": 3_698,
-    "lines of tests": 38_816,
-    "lines of scripts and benchmarks": 9_578,
-    "files of islands": 29,
-    "lines of islands": 7_377,
+    "lines outside lab": 30_493,
+    "lines of the package": 45_144,
+    "lines of C": 3_500,
+    "lines of tests": 38_505,
+    "lines of scripts and benchmarks": 9_609,
+    "files of islands": 25,
+    "lines of islands": 6_955,
     "files under 40 lines": 10,
-    "files over 450 lines": 4,
+    "files over 450 lines": 0,
     "words of pages": 35_000,
-    "loss flags": 74,
+    "loss flags": 70,
     "lines of train --help": 90,
 }
 

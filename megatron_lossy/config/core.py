@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from ..base.errors import refuse
 from ..base.flags import check_choice, flag, flag_name, in_unit_interval, number_or_auto
 from ..base.registry import CHANNELS, GRAD_RECOVERIES, MECHANISMS
 from ..base.section import Flags
+
+Value = TypeVar("Value")
 
 #: Exchanges of data parallelism.
 PHASES = ("grad", "param")
@@ -36,6 +38,14 @@ def _numbers() -> dict[str, int]:
 
 #: The number of every phase in the key of random draws.
 NUMBERS = _numbers()
+
+
+def value_of(values: Sequence[Value], phase: str, exchanges: Sequence[str] = PHASES) -> Value:
+    """Return the value for ``phase`` of a flag that takes one for all ``exchanges``, or two, or one for each.
+
+    Of two, the first is that of every other exchange from the first on. Raise ``ValueError`` for another phase.
+    """
+    return values[list(exchanges).index(phase) % len(values)]
 
 
 def split_model(model: str) -> tuple[str, str | None]:

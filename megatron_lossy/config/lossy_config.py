@@ -16,7 +16,7 @@ from ..base.errors import Collector, UsageError, raise_postponed, refuse
 from ..base.flags import as_flag, flag_name, full_name
 from ..base.registry import CHANNELS, GRAD_RECOVERIES, MECHANISMS
 from ..base.section import Flags
-from .core import PHASES, CoreFlags, PhaseLoss, RecoveryFlags, Schedule, split_model
+from .core import PHASES, CoreFlags, PhaseLoss, RecoveryFlags, Schedule, split_model, value_of
 from .grad_errors import ErrorFlags
 from .refusal import check_refusals
 from .transport import OBSERVED, TransportFlags
@@ -217,12 +217,12 @@ class LossyConfig(*reversed(SECTIONS)):  # type: ignore[misc]  # fields come in 
     def of_phase(self, name: str, phase: str) -> Any:
         """Return the value for ``phase``, one of :meth:`exchanges`, of a flag for several; ``None`` if it is not set.
 
-        It takes one for all, or two, or one for each; of two, the first is that of every other from the first on.
+        See :func:`.core.value_of`.
         """
         values = getattr(self, name)
         if values is None or len(values) == 1:
             return values and values[0]
-        return values[self.exchanges().index(phase) % len(values)]
+        return value_of(values, phase, self.exchanges())
 
     @property
     def _draws_exchanges(self) -> bool:

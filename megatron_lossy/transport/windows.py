@@ -15,7 +15,7 @@ import torch
 from ..base.errors import refuse
 from ..base.exchange import BucketUnits, Lost
 from ..config.transport import UDP_WINDOWS
-from ..recovery.rows import Rows, to_device, unit_views, used_here
+from ..recovery.rows import IndexedRows, to_device, unit_views, used_here
 
 #: A datagram has 16 bits for the number of a window.
 _NUMBERS = 2**16
@@ -86,7 +86,7 @@ def into_pieces(pieces: torch.Tensor, size: int, sources: Sequence[int]) -> Brin
     return bring
 
 
-def into_replica(replica: torch.Tensor, size: int, sources: Sequence[int], units: BucketUnits, rows: Rows) -> Bring:
+def into_replica(replica: torch.Tensor, size: int, sources: Sequence[int], units: BucketUnits, rows: IndexedRows) -> Bring:
     """Return a function that copies units that arrived from ``sources`` into ``replica`` [N * shard], and no others."""
 
     def bring(window: Window, arrived: np.ndarray, data: torch.Tensor) -> None:
