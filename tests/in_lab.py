@@ -59,7 +59,7 @@ def telescopes(rank, config, steps, successful=lambda step: True):
                 given[bucket] += gradient
             outputs.append((output, buffer))
         rules = group.grads
-        musts = [rule.must for rule in rules]
+        musts = [rule.must.wait() for rule in rules]
         group.finish_step(step, successful(step))
         counts["late"] += sum(len(rule.late) for rule in rules)
         for bucket, (output, _) in enumerate(outputs):

@@ -335,7 +335,7 @@ def test_a_flag_that_a_log_does_not_know_had_its_default(tmp_path, unit):
     claim_delivery_log(config, 3, True, run | {"use_distributed_optimizer": True})  # what nobody noted is not known
     for changes, message in (
         ({"grad_error": "bit-flip", "grad_error_at": "reduce"}, "--grad-error was none there and is bit-flip here"),
-        ({"lossy_self": True}, "--lossy-self was False there and is True here"),
+        ({"loss_seed": 7}, "--loss-seed was 1234 there and is 7 here"),
     ):
         with pytest.raises(UsageError, match=message):
             claim_delivery_log(dataclasses.replace(config, **changes), 3, True, run)

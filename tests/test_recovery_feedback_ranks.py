@@ -168,12 +168,12 @@ def bytes_of(rule):
 
 
 def test_the_memory_of_what_is_kept_follows_the_loss():
-    """2 p (1 - K) (N-1)/N of the gradient buffer while it is not known whether a step counts, half of that afterwards."""
+    """p (1 - K) (N-1)/N of the gradient buffer, and until the choice of a step is on the host p (N-1)/N more."""
     results = np.array(run_ranks(memory, RANKS))
     share = P * (1 - FRACTION) * (RANKS - 1) / RANKS
     packets = RANKS * (RANKS - 1) * SHARD * 4 // PACKET  # of all ranks that others get
     error = np.sqrt((1 - P) / (P * (1 - FRACTION) * packets))  # of a share, relative
     between, places, after, _ = results.mean(axis=0)
     assert abs(after / share - 1) < 5 * error and error < 0.02
-    assert abs(between / (2 * share) - 1) < 5 * error
+    assert abs(between / (share + share / (1 - FRACTION)) - 1) < 5 * error
     assert places < 0.02 * between

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megatron_lossy.base.fingerprint import COLUMNS, fingerprint, finite
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.mechanisms.replicas.repair import compare, largest_class, majority, repair
+from megatron_lossy.mechanisms.replicas.repair import compare, largest_class, majority, outside, repair
 from megatron_lossy.mechanisms.replicas.synchroniser import Interval, relative
 from megatron_lossy.transport.peers import LocalPeers, RankPeers
 from tests.ranks import run_ranks
@@ -177,14 +177,10 @@ def test_a_majority_is_right_bit_for_bit(size, hit):
             victim.view(torch.int32)[17 * bucket] ^= (1 << hit) - (2**32 if hit == 31 else 0)
     peers = LocalPeers(size)
     compared = compare(peers, buckets(received))
-    assert not compared.equal and compared.differing.tolist() == [0, 1, 2]
-    assert [compared.outside(bucket) for bucket in range(3)] == [[0], [1], [2]]
+    assert [outside(found) for found in compared.values()] == [[0], [1], [2]] and list(compared) == [0, 1, 2]
     assert repair(peers, buckets(received), compared) == dict.fromkeys(range(3), "majority")
     assert all(torch.equal(one, right) for own in received for one, right in zip(own, clean))
-    assert (
-        compare(peers, buckets(received)).equal
-        and repair(peers, buckets(received), compare(peers, buckets(received))) == {}
-    )
+    assert compare(peers, buckets(received)) == repair(peers, buckets(received), {}) == {}
 
 
 def test_all_tensors_of_a_bucket_are_compared_and_repaired():
@@ -193,9 +189,9 @@ def test_all_tensors_of_a_bucket_are_compared_and_repaired():
     own[2][0][1][1, 2] = 7.0
     clean = own[0][0][1].clone()
     compared = compare(LocalPeers(3), own)
-    assert compared.differing.tolist() == [0] and compared.outside(0) == [2]
+    assert list(compared) == [0] and outside(compared[0]) == [2]
     assert repair(LocalPeers(3), own, compared) == {0: "majority"}
-    assert all(torch.equal(one[0][1], clean) for one in own) and compare(LocalPeers(3), own).equal
+    assert all(torch.equal(one[0][1], clean) for one in own) and compare(LocalPeers(3), own) == {}
     for number, one in enumerate(own):
         one[0][0][4], one[0][1][0, 0] = number, (torch.inf, 1.0, 3.0)[number]
     assert repair(LocalPeers(3), own, compare(LocalPeers(3), own)) == {0: "mean"}
@@ -223,7 +219,7 @@ def test_without_a_majority_the_finite_ones_are_averaged():
         own[0][int(value == torch.inf)] = value
     received[3][0][9] = 1
     repair(LocalPeers(4), buckets(received), compare(LocalPeers(4), buckets(received)))
-    assert compare(LocalPeers(4), buckets(received)).equal and not finite(received[0])
+    assert compare(LocalPeers(4), buckets(received)) == {} and not finite(received[0])
 
 
 def interval(rule, start=10, **flags):

@@ -25,7 +25,7 @@ from megatron_lossy.transport.udp import packet_size
 from megatron_lossy.transport.udp.packet_size import candidates, longest
 from tests.programs import run_program
 from tests.test_lab import needs_lab
-from tests.trainer import TINY, as_flags, read_records, run_module, write_data
+from tests.trainer import TINY, as_flags, read_records, write_data
 
 pytestmark = pytest.mark.shows("datagrams: packets as long as all paths carry", device=False)
 
@@ -128,11 +128,17 @@ def test_hosts_that_no_datagram_reaches_are_named_as_ever():
     assert any(ended) and "does not get UDP datagrams of 1,452 bytes from rank" in said, said
 
 
+def under_torchrun(module, *arguments, ranks):
+    """As :func:`run_program`, with ``ranks`` under torchrun."""
+    launcher = ["--standalone", "--nproc-per-node", ranks, "-m", module]
+    return run_program("torch.distributed.run", *launcher, *arguments)
+
+
 @pytest.mark.parametrize(
     "run",
     [
         pytest.param(run_program, marks=pytest.mark.programs, id="a store of rank 0"),
-        pytest.param(run_module, marks=pytest.mark.slow, id="a store of torchrun"),
+        pytest.param(under_torchrun, marks=pytest.mark.slow, id="a store of torchrun"),
     ],
 )
 def test_a_run_is_one_with_the_number(run, tmp_path):

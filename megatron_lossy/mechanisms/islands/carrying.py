@@ -19,7 +19,6 @@ import torch
 from ...config import LossyConfig
 from ...transport.ends import end_for
 from ...transport.leaving import Departures, PeerLost, patiently
-from .copying import PART
 from .flags import SYNC_PHASES
 from .mean import Form, mean_of
 from .monitor import Diary
@@ -67,10 +66,6 @@ class Collectives(Carrier):
 
     def gather(self, own: torch.Tensor) -> tuple[torch.Tensor, None]:
         return self._meeting.all_gather(own), None
-
-
-#: Messages besides exchanges, and the bytes that one may have.
-_ROLES, _SIZES = ("entry", "copy", "whole"), (2**14, PART)
 
 
 class IslandLink(Carrier):
@@ -168,43 +163,6 @@ class IslandLink(Carrier):
     def close(self) -> None:
         self._channel.close()
         self._leaving.forget()
-
-
-class Buckets:
-    """The messages of two islands that come and go, by their numbers. ``most``: by shard, the most elements of an exchange."""
-
-    def __init__(self, config: LossyConfig, most: Sequence[int]) -> None:
-        form = Form(config)
-        self.packet, self._lanes, self._islands = form.packet, config.lanes, config.islands
-        cuts = [
-            form.cut(-(-max(elements, 1) // senders)) for elements in most for senders in range(1, config.islands + 1)
-        ]
-        self._items = [form.items(cut) for cut in cuts]
-        unit = form.packet * form.dtype.itemsize
-        exchanges = [(items * form.dtype.itemsize, unit) for items in self._items for _ in range(self._lanes)]
-        parts = [(size, unit) for _ in _ROLES for size in _SIZES]
-        self.sizes = dict.fromkeys(SYNC_PHASES, exchanges + parts)
-        #: The units that must arrive, bool[2, units], of messages by number: of all but exchanges.
-        self.must = {
-            len(exchanges) + number: np.ones((2, -(-size // unit)), dtype=bool)
-            for number, (size, _) in enumerate(parts)
-        }
-        #: Arguments of a channel, by name.
-        self.named = {
-            "alike": repr((config.sync_subset, form.code)),
-            "codes": {} if form.code is None else dict.fromkeys(SYNC_PHASES, str(form.code)),
-            "reported": [(phase, number) for phase in SYNC_PHASES for number in self.must],
-        }
-
-    def exchange(self, shard: int, lane: int, senders: int) -> tuple[int, int]:
-        """Return the number of an exchange's message to each of so many ``senders``, and its items."""
-        place = shard * self._islands + senders - 1
-        return place * self._lanes + lane, self._items[place]
-
-    def part(self, role: str, size: int) -> tuple[int, int]:
-        """Return the number of the shortest message of ``role`` with room for ``size`` bytes, and its bytes."""
-        which = next(number for number, most in enumerate(_SIZES) if size <= most)
-        return len(self._items) * self._lanes + _ROLES.index(role) * len(_SIZES) + which, _SIZES[which]
 
 
 #: How much longer the means of an island are waited for: it may have waited for another one.

@@ -24,8 +24,7 @@ from ...config import LossyConfig
 from ...transport.address import resolve
 from ...transport.ends import end_for
 from ...transport.leaving import Departures, PeerLost
-from .carrying import Buckets
-from .copying import PART
+from .copying import PART, Buckets
 from .flags import SYNC_PHASES
 from .meeting import Meeting, NoAnswer, Talk
 from .membership.messages import Entry, Member, Preparation, read, slot_of, write

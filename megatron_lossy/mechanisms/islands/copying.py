@@ -1,6 +1,6 @@
-"""Copies of the state of a rank, from a sender to an island that comes back: main weights, moments and step counts as of one exchange.
+"""Messages of islands that come and go, and copies: the state of a rank, from a sender to an island that comes back, as of one exchange.
 
-They cross by the connections of the exchanges, in parts, each tensor with a digest. They are never drawn as lost. Learning rates and
+A copy has main weights, moments and step counts. It crosses by the connections of the exchanges, in parts, each tensor with a digest. It is never drawn as lost. Learning rates and
 weight decay are not copied: they follow the run. An entry names the islands that copy; the source of each is the next sender by slot. All ranks of an
 island have their part of a copy, of the same sender as of the same exchange; until then the island listens.
 """
@@ -16,11 +16,15 @@ from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from ...base.errors import first_line
 from ...base.fetch import PendingArray
+from ...config import LossyConfig
 from ...transport.peers import bytes_of
+from .flags import SYNC_PHASES
+from .mean import Form
 from .rules import Rule
 from .vector import Vector
 
@@ -35,6 +39,45 @@ _DIGEST_BYTES = 16
 STEP = "step"
 #: Begins the names of the state of rules.
 _RULE = "rule/"
+#: Messages besides exchanges, and the bytes that one may have.
+_ROLES, _SIZES = ("entry", "copy", "whole"), (2**14, PART)
+
+
+class Buckets:
+    """The messages of two islands that come and go, by their numbers. ``most``: by shard, the most elements of an exchange."""
+
+    def __init__(self, config: LossyConfig, most: Sequence[int]) -> None:
+        form = Form(config)
+        self.packet, self._lanes, self._islands = form.packet, config.lanes, config.islands
+        cuts = [
+            form.cut(-(-max(elements, 1) // senders)) for elements in most for senders in range(1, config.islands + 1)
+        ]
+        self._items = [form.items(cut) for cut in cuts]
+        unit = form.packet * form.dtype.itemsize
+        exchanges = [(items * form.dtype.itemsize, unit) for items in self._items for _ in range(self._lanes)]
+        parts = [(size, unit) for _ in _ROLES for size in _SIZES]
+        self.sizes = dict.fromkeys(SYNC_PHASES, exchanges + parts)
+        #: The units that must arrive, bool[2, units], of messages by number: of all but exchanges.
+        self.must = {
+            len(exchanges) + number: np.ones((2, -(-size // unit)), dtype=bool)
+            for number, (size, _) in enumerate(parts)
+        }
+        #: Arguments of a channel, by name.
+        self.named = {
+            "alike": repr((config.sync_subset, form.code)),
+            "codes": {} if form.code is None else dict.fromkeys(SYNC_PHASES, str(form.code)),
+            "reported": [(phase, number) for phase in SYNC_PHASES for number in self.must],
+        }
+
+    def exchange(self, shard: int, lane: int, senders: int) -> tuple[int, int]:
+        """Return the number of an exchange's message to each of so many ``senders``, and its items."""
+        place = shard * self._islands + senders - 1
+        return place * self._lanes + lane, self._items[place]
+
+    def part(self, role: str, size: int) -> tuple[int, int]:
+        """Return the number of the shortest message of ``role`` with room for ``size`` bytes, and its bytes."""
+        which = next(number for number, most in enumerate(_SIZES) if size <= most)
+        return len(self._items) * self._lanes + _ROLES.index(role) * len(_SIZES) + which, _SIZES[which]
 
 
 class Copy(NamedTuple):
