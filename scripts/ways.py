@@ -119,9 +119,11 @@ def draw(results: Results) -> Figure:
             axes.axhline(change.mean, color="grey", linestyle="--", linewidth=1)
             axes.annotate(level, (0.99, change.mean), xycoords=("axes fraction", "data"), ha="right", va="bottom")
             continue
+        about = round(math.log10(place), 1)
         if trial.cell.loss.averages:
             family, _, name = level.partition(", ")
-            axes.annotate(name, (place * 1.1 ** there[place], change.mean), (6, 4), textcoords="offset points")
+            above = (6, -12) if there[about] else (6, 4)
+            axes.annotate(name, (place * 1.1 ** there[about], change.mean), above, textcoords="offset points")
         label = family if family not in shown else None
         style = {
             "color": shown.setdefault(family, f"C{len(shown)}"),
@@ -129,8 +131,8 @@ def draw(results: Results) -> Figure:
             "capsize": 3,
             "linestyle": "none",
         }
-        axes.errorbar(place * 1.1 ** there[place], change.mean, change.half_width, label=label, **style)
-        there[place] += 1
+        axes.errorbar(place * 1.1 ** there[about], change.mean, change.half_width, label=label, **style)
+        there[about] += 1
     [flat] = {sent(trial) for trial in results.trials(variant, None)}
     axes.plot(flat, 0, "*k", markersize=11, label=f"{results.study.baseline}, {RANKS} ranks a site")
     for lost, marker in _MARKERS.items():

@@ -86,7 +86,9 @@ def into_pieces(pieces: torch.Tensor, size: int, sources: Sequence[int]) -> Brin
     return bring
 
 
-def into_replica(replica: torch.Tensor, size: int, sources: Sequence[int], units: BucketUnits, rows: IndexedRows) -> Bring:
+def into_replica(
+    replica: torch.Tensor, size: int, sources: Sequence[int], units: BucketUnits, rows: IndexedRows
+) -> Bring:
     """Return a function that copies units that arrived from ``sources`` into ``replica`` [N * shard], and no others."""
 
     def bring(window: Window, arrived: np.ndarray, data: torch.Tensor) -> None:
