@@ -8,11 +8,11 @@ pytestmark = pytest.mark.shows("lines by storey, files, flags and help stay with
 
 LIMITS = {
     "entries of megatron_lossy": 14,
-    "lines outside lab": 30_503,
-    "lines of the package": 45_154,
+    "lines outside lab": 30_505,
+    "lines of the package": 45_156,
     "lines of C": 3_500,
     "lines of tests": 38_507,
-    "lines of scripts and benchmarks": 9_609,
+    "lines of scripts and benchmarks": 9_611,
     "files of islands": 25,
     "lines of islands": 6_955,
     "files under 40 lines": 10,
