@@ -8,10 +8,10 @@ pytestmark = pytest.mark.shows("lines by storey, files, flags and help stay with
 
 LIMITS = {
     "entries of megatron_lossy": 14,
-    "lines outside lab": 30_505,
-    "lines of the package": 45_156,
+    "lines outside lab": 30_509,
+    "lines of the package": 45_160,
     "lines of C": 3_500,
-    "lines of tests": 38_507,
+    "lines of tests": 38_508,
     "lines of scripts and benchmarks": 9_611,
     "files of islands": 25,
     "lines of islands": 6_955,

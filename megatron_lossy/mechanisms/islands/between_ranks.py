@@ -218,8 +218,8 @@ class RankExchanges:
     def _cross(self, task: Task) -> Outcome:
         """Make both halves of the exchange, on a thread. The mean goes to the device."""
         parties, units, device = task.parties, task.pieces.units, task.pieces.device
-        drawn = task.arriving()
-        received, arrived = parties.carrier.scatter(task.pieces.rows)
+        sent, drawn = task.pieces.rows, task.arriving()
+        received, arrived = parties.carrier.scatter(sent)
         rows = self._form.decode(received, units)
         reduced = _complete(rows, units, drawn[0], arrived)
         here = None if reduced.all() else elements_of(reduced[None], units, rows.device)

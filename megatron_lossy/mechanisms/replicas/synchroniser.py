@@ -273,7 +273,11 @@ class Synchroniser:
         squares = [torch.linalg.vector_norm(tensor.detach()).double() ** 2 for tensor in stream.parameters()[0]]
         local = len(stream.replicas) / stream.peers.size
         square = PendingArray(torch.stack(squares).sum())
-        return lambda: (0.0, local * float(square.wait()))
+
+        def known() -> tuple[float, float]:
+            return 0.0, local * float(square.wait())
+
+        return known
 
     def _end(self, flight: _Flight, gradient: Sequence[Sequence[float]] | None) -> None:
         for stream, part in zip(self._streams, flight.parts, strict=True):
