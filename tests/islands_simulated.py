@@ -228,6 +228,7 @@ class World:
             one.held[-1].ident
             for one in there
             if one.me not in entry.senders and one.sends() and one.trains_with_others()
+            if one.held[-1].ident != entry.parent  # those of its own branch became ready a moment ago, and send on
         )
         if others and max(others.values()) > len(entry.senders):
             self.note("a smaller branch becomes the run", f"{others} and {entry}")

@@ -204,7 +204,6 @@ class Island:
         )
 
     def _is_late(self, me: Member) -> bool:
-        """Return whether its beat may say what is no longer so."""
         return self._seen[me].silence >= _LATE * self.times.poll
 
     def _alive(self, me: Member, picture: Picture, local: Local) -> bool:
@@ -295,23 +294,21 @@ class Island:
         return max([*known, picture.birth.time if picture.birth else 0])
 
     def _propose(self, now: float, picture: Picture, local: Local, plan: Plan) -> None:
-        """Prepare an entry, or commit it, if that is this island's turn and there is need."""
+        """Prepare an entry, or commit it, if it is this island's turn. Islands that have come meanwhile are in the one after it."""
         live = self._live(picture, local)
         if self.me not in live or not self._is_turn(now, picture, live):
             return
         base, last = self.entry, picture.entry
         wanted = tuple(me for me in live if now >= self._left_out.get(me, (0.0, 0.0))[0])
-        if base is not None and last is not None and last.ident == base.ident and self._stands(wanted, live, base):
+        if _stands(wanted, live, base, last):
             self._fewer = None
             return
         number, there = self._number(picture) + 1, picture.prepared
         prepared = there if there is not None and there.number == number else None
         own = prepared if prepared is not None and prepared.by == self.me else None
-        # Islands come and die meanwhile: those that are left make this entry, and those that have come the one after it.
         left = tuple(me for me in wanted if own is not None and me in own.candidates)
         age, late = now - self._attempt[1], self.times.connect + 2 * self.times.poll
-        in_vain = base is not None and self._stands(left, live, base)
-        if own is None or in_vain or (left != wanted and age >= late):
+        if own is None or _stands(left, live, base, last) or (left != wanted and age >= late):
             if prepared is None or own is not None or age >= late:
                 new = write(Preparation(number, self.me, self._draw(4), wanted))
                 plan.writes.append(Write("prepare", new, picture.texts.get("prepare")))
@@ -337,11 +334,6 @@ class Island:
             if receivers := [other for other, beat in live.items() if other not in late and me in beat.received]:
                 live[me] = replace(live[me], entry=live[receivers[0]].entry, received=Slots.of(receivers))
         return live
-
-    def _stands(self, wanted: Sequence[Member], live: Mapping[Member, Beat], base: Entry) -> bool:
-        """Return whether ``base`` has the right members already, and all that may send."""
-        may_send = {me for me in wanted if live[me].role == "sends" and live[me].entry == base.ident}
-        return set(wanted) == set(base.members) and may_send <= set(base.senders)
 
     def _is_turn(self, now: float, picture: Picture, live: Mapping[Member, Beat]) -> bool:
         """Return whether this island proposes: the first sender of the largest branch, or another in its place."""
@@ -391,7 +383,7 @@ class Island:
             if best != base.ident:
                 self._yields = now + self.times.again
                 return False
-            if last is not None and last.ident == base.ident and self._stands(members, live, base):
+            if _stands(members, live, base, last):
                 return False
         former = base or last
         # Of an island that has begun again, the former process has ended.
@@ -416,6 +408,14 @@ class Island:
             first += 1 + math.ceil(self.times.read / quickest)
         iteration = max(live[me].iteration + (first - live[me].exchange) * local.interval for me in senders)
         return Entry(prepared.number, members, tuple(senders), first, iteration, self._ident, prepared.nonce)
+
+
+def _stands(wanted: Sequence[Member], live: Mapping[Member, Beat], base: Entry | None, last: Entry | None) -> bool:
+    """Return whether ``base`` is the newest entry, and has the right members already, and all that may send."""
+    if base is None or last is None or last.ident != base.ident:
+        return False
+    may_send = {me for me in wanted if live[me].role == "sends" and live[me].entry == base.ident}
+    return set(wanted) == set(base.members) and may_send <= set(base.senders)
 
 
 def _branches(live: Mapping[Member, Beat]) -> dict[str, list[Member]]:
