@@ -19,10 +19,7 @@ pytestmark = pytest.mark.shows(
 )
 
 CONFIG = LossyConfig(p_grad=0.4, p_param=0.4, loss_unit="packet", packet_bytes=1000, save_replicas=True)
-OVERLAPS = {
-    "none": TinyGPT(),
-    "both": TinyGPT(overlap_grad_reduce=True, overlap_param_gather=True, bucket_size=3000),
-}
+OVERLAPS = {"none": TinyGPT(), "both": TinyGPT(overlap_grad_reduce=True, overlap_param_gather=True, bucket_size=3000)}
 
 
 def inside_and_after(rank, tiny, config):

@@ -58,10 +58,7 @@ def test_every_setting_of_megatron(name, network, pool):
 
 @pytest.mark.on_cuda
 @pytest.mark.shows("UDP and TCP: every rule and overlap as pieces")
-@pytest.mark.parametrize(
-    "name",
-    ["compensated", *(pytest.param(rule, marks=pytest.mark.slow) for rule in RULES)],
-)
+@pytest.mark.parametrize("name", ["compensated", *(pytest.param(rule, marks=pytest.mark.slow) for rule in RULES)])
 @over_networks
 def test_every_rule_and_overlap_gives_what_pieces_give(name, network, pool):
     flags = {"param_send": "compensated:0.6"} if name == "compensated" else {"grad_recovery": name}

@@ -14,24 +14,10 @@ from megatron_lossy.transport.udp.library import RULES, SECOND
 from tests import udp_packet as packet
 from tests import udp_world
 from tests.udp_models import Source
-from tests.udp_packet import (
-    ALIVE,
-    ASK,
-    CODES,
-    DATA,
-    END,
-    NACK,
-    PROBE,
-    READY,
-    REPORT,
-    encode,
-)
+from tests.udp_packet import ALIVE, ASK, CODES, DATA, END, NACK, PROBE, READY, REPORT, encode
 from tests.udp_world import CHANNEL, MS, Node, World, fields_of, load
 
-pytestmark = pytest.mark.shows(
-    "codec, cipher, completion and rate against their models in every order",
-    device=False,
-)
+pytestmark = pytest.mark.shows("codec, cipher, completion and rate against their models in every order", device=False)
 
 UNIT = 64
 BUCKETS = {"grad": [(10 * UNIT - 7, UNIT), (3 * UNIT, UNIT)], "param": [(5 * UNIT, UNIT)]}
