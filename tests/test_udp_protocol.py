@@ -188,9 +188,7 @@ def test_what_is_sealed_is_opened_and_nothing_else_is():
 @pytest.fixture(scope="module")
 def short_epochs(tmp_path_factory):
     """An engine whose keys change with each 32 datagrams."""
-    compiler = native.compiler()
-    if compiler is None:
-        pytest.skip("no C compiler")
+    compiler = native.compiler() or pytest.skip("no C compiler")
     path = tmp_path_factory.mktemp("engine") / "short.so"
     udp_world.HOOKED.compile(compiler, path, ["-DEPOCH_BITS=5"])
     return udp_world.declared(path)
