@@ -28,13 +28,7 @@ class ChurningRows:
         subset = Subset(config, weights.shape[1], 1, STREAM)
         self.crossing = InMemory(config, STREAM, None)
         self.rounds = MemberRounds(
-            config,
-            subset,
-            vectors_of(weights),
-            self.crossing,
-            steps,
-            weights.device,
-            presence=self.churn.presence,
+            config, subset, vectors_of(weights), self.crossing, steps, weights.device, presence=self.churn.presence
         )
 
     def iterate(self, local: Act) -> None:

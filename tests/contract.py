@@ -16,6 +16,7 @@ from megatron_lossy import hooks
 from megatron_lossy.base.exchange import Exchange, units_of
 from megatron_lossy.hooks.seam import slot_of
 from megatron_lossy.hooks.versions import full_group
+from megatron_lossy.lab.virtual import VirtualCluster
 from megatron_lossy.transport import Network
 from tests.reference import ReferenceReduce, pieces, reference_gather
 from tests.rules import delivered
@@ -236,6 +237,14 @@ def check(recorded, config, averaged=False, exact=True, rtol=1e-5, atol=1e-6, cr
                 else:
                     np.testing.assert_allclose(got, total, rtol=rtol, atol=atol)
     return lost
+
+
+@contextlib.contextmanager
+def made(tiny, config, workers=None, **how):
+    """A run of this rank or of virtual workers, and what makes it lossy."""
+    lossy = VirtualCluster(config, workers, **how) if workers else hooks.install(config, **how)
+    yield build(tiny, lossy if workers else None), lossy
+    lossy.uninstall()
 
 
 def plain(rank, tiny, config, steps):

@@ -126,6 +126,19 @@ class Training:
         self.optimizer.zero_grad()
         return loss.item()
 
+    def scaled_steps(self, scaler: Any, steps: int, overflows: tuple[int, ...]) -> list[int | None]:
+        """Train with a loss scale, infinite losses at rank 0 in ``overflows``; return the update after each step."""
+        updates = []
+        for step in range(steps):
+            for part in range(self.tiny.accumulation):
+                loss = self.loss(step * self.tiny.accumulation + part)
+                scaler.scale(loss * (torch.inf if step in overflows and dist.get_rank() == 0 else 1)).backward()
+            scaler.step(self.optimizer)
+            scaler.update()
+            self.optimizer.zero_grad()
+            updates.append(self.lossy.update)
+        return updates
+
     def loss(self, number: int) -> torch.Tensor:
         """Return the loss of batch ``number`` of this rank."""
         chance = torch.Generator("cpu").manual_seed(1000 * number + dist.get_rank())

@@ -19,9 +19,9 @@ import threading
 import time
 import traceback
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from tests.ranks import context
 from tests.slurm_cluster import free_ports
@@ -194,15 +194,21 @@ class Program:
         return tuple(file.read_text() for file in self._files)
 
 
+def until(condition: Callable[[], object], *running: Any, seconds: float = 60) -> None:
+    """Wait for ``condition``, while all programs of ``running`` go on."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        for program in running:
+            assert program.poll() is None, program.communicate()
+        assert time.monotonic() < deadline, f"not within {seconds:g} s"
+        time.sleep(0.01)
+
+
 def rank_environments(ranks: int) -> list[dict[str, object]]:
     """Return the environment that torchrun gives to each of ``ranks`` on one node."""
-    world = {
-        "WORLD_SIZE": ranks,
-        "LOCAL_WORLD_SIZE": ranks,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": free_ports(1)[0],
-    }
-    return [{**world, "RANK": rank, "LOCAL_RANK": rank} for rank in range(ranks)]
+    world = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_ports(1)[0]}
+    return [{**world, **meeting, "RANK": rank, "LOCAL_RANK": rank} for rank in range(ranks)]
 
 
 def start_ranks(module: str, *arguments: object, ranks: int, **how: object) -> list[Program]:
@@ -213,10 +219,7 @@ def start_ranks(module: str, *arguments: object, ranks: int, **how: object) -> l
 def run_program(module: str, *arguments: object, ranks: int = 0, **how: object) -> subprocess.CompletedProcess:
     """Run ``python -m module arguments`` to its end, with ``ranks`` as torchrun starts them on one node."""
     programs = start_ranks(module, *arguments, ranks=ranks, **how) if ranks else [Program(module, *arguments, **how)]
-    deadline = time.monotonic() + 120
-    while any(program.poll() is None for program in programs) and not any(program.poll() for program in programs):
-        assert time.monotonic() < deadline, f"{module} does not end"
-        time.sleep(0.01)
+    until(lambda: any(one.poll() for one in programs) or all(one.poll() == 0 for one in programs), seconds=120)
     failed = next((program for program in programs if program.poll()), programs[0])
     for program in programs:
         if program.poll() is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import logging
 import multiprocessing
 import os
 import signal
@@ -37,15 +38,8 @@ class RankFailed(AssertionError):
 
 
 def _rank_main(connection, rank, world_size, store, environment, grouped, kind):
-    os.environ.update(
-        {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(world_size),
-            "LOCAL_WORLD_SIZE": str(world_size),
-            **environment,
-        }
-    )
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    os.environ.update({name: str(number) for name, number in numbers.items()} | environment)
     faulthandler.enable()  # a rank that a signal ends prints its stacks
     try:
         import torch
@@ -214,6 +208,15 @@ class Pool:
         """End the ranks."""
         while self._worlds:
             self._worlds.popitem()[1].end()
+
+
+def logged(name: str | None = None) -> list[str]:
+    """Return a list that gets the messages of this process to the logger of this name."""
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    logging.getLogger(name).addHandler(handler)
+    return told
 
 
 def each(rank: int, function: Callable[..., Any], calls: list[tuple[Any, ...]]) -> list[Any]:

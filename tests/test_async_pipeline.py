@@ -6,7 +6,6 @@ import math
 import os
 import re
 import signal
-import time
 import warnings
 
 import numpy as np
@@ -22,7 +21,7 @@ from megatron_lossy.lab.train.config import TrainConfig
 from megatron_lossy.lab.train.metrics import Console
 from megatron_lossy.lab.train.saved import check_folders
 from megatron_lossy.lab.train.workers import Workers
-from tests.programs import start_ranks
+from tests.programs import start_ranks, until
 from tests.ranks import run_ranks
 from tests.rules import assert_same
 from tests.test_islands_train import whole_and_parts
@@ -260,10 +259,7 @@ def test_a_killed_rank_ends_the_others(data, tmp_path):
     base = TINY | data | {"num_layers": 3, "pipeline_model_parallel_size": 3, "train_iters": 100_000, "log_interval": 1}
     flags = as_flags(base | ASYNC | {"eval_iters": 0, "save": str(tmp_path / "run")})
     ranks = start_ranks("megatron_lossy.train", *flags, ranks=3)
-    deadline = time.monotonic() + 60
-    while "iteration        5/" not in ranks[0].printed() and time.monotonic() < deadline:
-        assert all(rank.poll() is None for rank in ranks)
-        time.sleep(0.05)
+    until(lambda: "iteration        5/" in ranks[0].printed(), *ranks)
     ranks[0].send_signal(signal.SIGKILL)
     for rank in ranks[1:]:  # the last one has no message of the one that died
         _, said = rank.communicate(timeout=60)

@@ -561,46 +561,6 @@ def test_steps_smaller_than_the_rounding_of_messages_are_made(how, fraction, dty
     assert (replaced - before).mean().item() < 0.03  # all of it is rounded away in each iteration
 
 
-EAGER = {"sync_method": "eager-diloco", "sync_delay": 1}
-HALVES = {"sync_method": "diloco", "sync_fraction": 0.5, "sync_interval": 2}
-
-
-@pytest.mark.parametrize(
-    ("settings", "line"),
-    [
-        ({"islands": 0}, "--islands 0: must be at least 1"),
-        ({"islands": 1, "sync_method": "gradients", "p_sync": 0.1}, "--p-sync 0.1: needs --islands and a --sync-method"),
-        ({"sync_method": "gradients", "sync_delay": 3}, "--sync-delay 3: needs --islands and a --sync-method"),
-        ({"sync_fraction": 0.0}, "--sync-fraction 0.0: must be in (0, 1]"),
-        ({"sync_fraction": 1.5}, "--sync-fraction 1.5: must be in (0, 1]"),
-        ({"sync_fraction": float("nan")}, "--sync-fraction nan: must be in (0, 1]"),
-        ({"sync_interval": 0}, "--sync-interval 0: must be at least 1"),
-        ({"sync_delay": -1}, "--sync-delay -1: must be at least 0"),
-        ({"sync_block": 0}, "--sync-block 0: must be at least 1"),
-        ({"delay_correction": "mixing:2"}, "--delay-correction mixing:2: must be mixing:A, with A in (0, 2)"),
-        ({"delay_correction": "mixing:fast"}, "--delay-correction mixing:fast: must be mixing:A, with A in"),
-        ({"delay_correction": "ema:0.0,0.1,1000"}, "--delay-correction ema:0.0,0.1,1000: must be ema:FIRST"),
-        ({"delay_correction": "none:1"}, "--delay-correction none:1: must be one of none, ema, mixing, smith"),
-        ({**EAGER, "sync_fraction": 0.5}, "--sync-fraction 0.5: needs --islands and a --sync-method of parameters or diloco"),
-        ({**HALVES, "sync_delay": 4}, "--sync-delay 4: must be below 4, after which an element is sent again, with --sync-"),
-        ({**HALVES, "sync_delay": 2, "sync_subset": "partition"}, "--sync-delay 2: must be below 2, after which an element"),
-        ({"sync_method": "eager-diloco", "sync_delay": 2, "sync_interval": 4}, "--sync-delay 2: must be --sync-interval 4"),
-        ({"outer_optimizer": (0.5, 0.9)}, "--outer-optimizer 0.5 0.9: needs --sync-method diloco or eager-diloco"),
-        ({"sync_method": "diloco", "delay_correction": "ema"}, "--delay-correction ema: needs --islands and --sync-method"),
-        ({"island_speeds": (1.0, 2.0)}, "--island-speeds 1.0 2.0: must be 4 positive numbers, one per island"),
-        ({"island_speeds": (1.0, 2.0, 0.0, 1.0)}, "--island-speeds 1.0 2.0 0.0 1.0: must be 4 positive numbers"),
-        ({"island_speeds": (1.0, 1.5, 1.0, 1.0)}, "--island-speeds 1.5 of 1.0 1.5 1.0 1.0: gives an island 1.5 iterations"),
-        ({"p_sync": 1.0}, "--p-sync 1.0: must be in [0, 1)"),
-        ({"param_send": "compensated"}, "--param-send compensated: cannot be combined with --islands"),
-        ({"loss_model": ("per-link:rates",), "p_sync": 0.1}, "--p-sync 0.1: cannot be combined with --loss-model per-link"),
-    ],
-)  # fmt: skip
-def test_flags_that_do_not_fit(settings, line):
-    with pytest.raises(UsageError) as error:
-        flags(**settings)
-    assert str(error.value).startswith(line) and "\n" not in str(error.value)
-
-
 @pytest.mark.parametrize(
     ("settings", "line"),
     [

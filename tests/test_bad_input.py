@@ -199,9 +199,7 @@ LAUNCHER = [
     Case("coordinator --key-file none", "--key-file none: cannot be read: No such file or directory"),
     Case("coordinator --key-file own.yaml", "--key-file own.yaml: has 14 bytes, and a secret needs 16 at least"),
     Case("coordinator --key-file text.txt --page a:b", "--page a:b: must be HOST:PORT"),
-    Case(
-        "coordinator --key-file text.txt --journal text.txt/a", "--journal text.txt/a: cannot be used: unable to open"
-    ),
+    Case("coordinator --key-file text.txt --journal text.txt/a", "--journal text.txt/a: cannot be used: unable to"),
     Case("doctor --link host", "--link host: needs a port in [1, 65535], as in HOST:29500"),
     Case("doctor --serve 0", "--serve 0: needs a port in [1, 65535]"),
     Case("doctor --link host:1 --key-file none", "--key-file none: cannot be read"),

@@ -42,11 +42,8 @@ def by_reference(code, values, units, keys, first):
         for number in range(units.count):
             start = number * units.elements
             unit = row[start : start + units.elements]
-            u = (
-                None
-                if key is None
-                else hashed_uniforms([int(word) & 2**32 - 1 for word in key], first + start, len(unit))
-            )
+            words = None if key is None else [int(word) & 2**32 - 1 for word in key]
+            u = None if words is None else hashed_uniforms(words, first + start, len(unit))
             payload += block_payload(unit, code.bits, code.block, u)
         rows.append(payload)
     return rows

@@ -193,9 +193,7 @@ def test_the_own_shard_has_no_lead_wherever_it_was_sent_from(pool):
 def test_a_lead_follows_a_schedule():
     """In steps without loss nothing is ahead, and the lead begins anew; against the recursion."""
     config = LossyConfig(
-        loss_model=("gilbert-elliott:4",),
-        loss_schedule=("0:0.4,4:0,7:0.2",),
-        param_send="compensated",
+        loss_model=("gilbert-elliott:4",), loss_schedule=("0:0.4,4:0,7:0.2",), param_send="compensated"
     )
     workers, shard, random = 3, 8, np.random.default_rng(5)
     lossy = LossyWorkers(config, [BucketSpec(shard)], workers)

@@ -14,8 +14,8 @@ from tests.ranks import each, run_ranks
 from tests.rules import assert_same
 from tests.test_hooks import OVERLAPS
 from tests.test_transport import exchange_grads, gather_params
-from tests.test_udp import assert_replayed, final_weights
-from tests.test_virtual import real_runs
+from tests.test_udp import assert_replayed
+from tests.test_virtual import real_runs, trained
 from tests.tiny_gpt import TinyGPT
 from tests.udp_packet import CODES, DATA, END, encode
 from tests.udp_world import CHANNEL, MS, SECOND, Node
@@ -74,7 +74,7 @@ def test_what_was_lost_is_replayed_bit_for_bit(rule, tmp_path, pool):
     tiny, steps = TinyGPT(dtype="bf16", **OVERLAPS["both"]), 5
     coded = {"packet_bytes": 264, "wire_block": 64, "grad_wire": "int8", "param_wire": "int8", "grad_recovery": rule}
     config = LossyConfig(transport="udp", udp_deadline="0.3", delivery_log=str(tmp_path / "log"), **coded)
-    first = pool.run(final_weights, 2, tiny, config, steps)
+    first = pool.run(trained, 2, tiny, config, steps)
     assert_replayed(pool, tmp_path / "log", tiny, first, **coded)
 
 

@@ -89,6 +89,112 @@ def test_a_wrong_value_is_named(arguments, named):
     assert "\n" not in str(error.value)
 
 
+ACT = {"p_act": 0.1}
+NOISE = {"grad_error": "gaussian:1.0"}
+EACH = {"param_sync_interval": 1}
+FEEDBACK = {"p_grad": 0.1, "loss_unit": "packet", "grad_recovery": "error-feedback"}
+UDP, STREAM = {"transport": "udp"}, {"transport": "stream"}
+FOUR = {"islands": 4, "sync_method": "parameters"}
+EAGER = {"sync_method": "eager-diloco", "sync_delay": 1}
+HALVES = {"sync_method": "diloco", "sync_fraction": 0.5, "sync_interval": 2}
+REFUSED = [
+    ({"grad_error": "noise"}, "--grad-error noise: must be one of none, gaussian, bit-flip"),
+    ({"grad_error": "gaussian"}, "--grad-error gaussian: must be gaussian:STD or"),
+    ({"grad_error": "gaussian:0.0"}, "--grad-error gaussian:0.0: must be finite"),
+    ({"grad_error": "gaussian:-1.0"}, "--grad-error gaussian:-1.0: must be finite"),
+    ({"grad_error": "gaussian:nan"}, "--grad-error gaussian:nan: must be finite"),
+    ({"grad_error": "gaussian:infrms"}, "--grad-error gaussian:infrms: must be finite"),
+    ({"grad_error": "gaussian:1e39"}, "--grad-error gaussian:1e39: must be finite in float32 (at most 3.4e+38)"),
+    ({"grad_error": "gaussian:0,9,0.0"}, "--grad-error gaussian:0,9,0.0: must be finite"),
+    ({"grad_error": "gaussian:1.0,1.5,1.0"}, "--grad-error gaussian:1.0,1.5,1.0: must be gaussian:STD or"),
+    ({"grad_error": "gaussian:1.0,-1,1.0"}, "--grad-error gaussian:1.0,-1,1.0: must be gaussian:STD or"),
+    (NOISE | {"grad_error_rate": 1.5}, "--grad-error-rate 1.5: must be in [0, 1]"),
+    (NOISE | {"grad_error_rate": float("nan")}, "--grad-error-rate nan: must be in [0, 1]"),
+    (NOISE | {"grad_error_ranks": (1, 1)}, "--grad-error-ranks 1 1: must be different"),
+    (NOISE | {"grad_error_ranks": (-1,)}, "--grad-error-ranks -1: must be"),
+    (NOISE | {"grad_error_at": "owner"}, "--grad-error-at owner: must be one of"),
+    ({"grad_error": "gaussian:much"}, "--grad-error gaussian:much: must be gaussian:STD"),
+    ({"grad_error": "bit-flip:0"}, "--grad-error bit-flip:0: must be bit-flip, bit-flip:K or"),
+    ({"grad_error": "bit-flip:1,3,32"}, "--grad-error bit-flip:1,3,32: needs 0 <= LOW <= HIGH <= 31"),
+    ({"grad_error": "bit-flip:1,5,4"}, "--grad-error bit-flip:1,5,4: needs"),
+    ({"grad_error": "none:1"}, "--grad-error none:1: must be one of none, gaussian"),
+    ({"grad_error_rate": 0.5}, "--grad-error-rate 0.5: needs --grad-error gaussian or bit-flip, not none"),
+    ({"grad_error": "bit-flip", "p_param": 0.1}, "--grad-error-at broadcast: needs replicas"),
+    ({"param_sync_interval": -1}, "--param-sync-interval -1: must be at least 0"),
+    ({"param_sync_rule": "snr"}, "--param-sync-rule snr: needs --param-sync-interval"),
+    ({"param_sync_overlap": True}, "--param-sync-overlap on: needs --param-sync-interval"),
+    (EACH | {"param_sync_rule": "often"}, "--param-sync-rule often: must be fixed, snr, divergence"),
+    (EACH | {"param_sync_rule": "divergence:0.0"}, "--param-sync-rule divergence:0.0: TAU must be a finite number"),
+    (EACH | {"param_sync_rule": "divergence:nan"}, "--param-sync-rule divergence:nan: TAU must be"),
+    (EACH | {"param_sync_rule": "snr:0.2"}, "--param-sync-rule snr:0.2: must be fixed, snr, divergence or"),
+    ({"param_sync_interval": 5000, "param_sync_rule": "divergence"}, "--param-sync-interval 5000: must be at most 10"),
+    ({"replica_check": "mend"}, "--replica-check mend: must be one of none, log, repair, abort"),
+    ({"p_act_grad": -0.1}, "--p-act-grad -0.1: must be in [0, 1)"),
+    ({"p_act": float("nan")}, "--p-act nan: must be in"),
+    (ACT | {"act_fec": ("9,1,0", "9,1,0", "1.1")}, "--act-fec 9,1,0 9,1,0 1.1: must be off, or B,C,SHARE"),
+    (ACT | {"act_fec": ("0,0,0.01", "9,1,0", "0")}, "--act-fec 0 0: needs 1 <= C <= B"),
+    (ACT | {"act_fec": ("100,34,1.0", "9,1,0", "0")}, "--act-fec 100,34,1.0 9,1,0 0: must be off, or"),
+    (ACT | {"act_fec": ("100,10.5,0.1", "9,1,0", "0")}, "--act-fec 100,10.5,0.1 9,1,0 0: must be"),
+    (ACT | {"act_fec": ("9,1,0", "0")}, "--act-fec 9,1,0 0: must be"),
+    (ACT | {"act_fec": ("maybe",)}, "--act-fec maybe: must be off, or B,C,SHARE of high"),
+    (ACT | {"virtual_boundaries": (0,)}, "--virtual-boundaries 0: must be different layers, from 1 on"),
+    (ACT | {"virtual_boundaries": (1, 1)}, "--virtual-boundaries 1 1: must be different layers"),
+    (FEEDBACK | {"grad_priority": "packet-mean:1.1"}, "--grad-priority packet-mean:1.1: must be one of none"),
+    (FEEDBACK | {"grad_priority": "element-quantile:-0.1"}, "--grad-priority element-quantile:-0.1: must be"),
+    (FEEDBACK | {"grad_priority": "packet-mean:nan"}, "--grad-priority packet-mean:nan: must be"),
+    (FEEDBACK | {"grad_priority": "none:0.2"}, "--grad-priority none:0.2: must be one of none"),
+    (FEEDBACK | {"grad_priority": "most"}, "--grad-priority most: must be one of none, packet-mean"),
+    (UDP | {"udp_fec": ("10",)}, "--udp-fec 10: must be auto, auto PERCENT, or B C"),
+    (UDP | {"udp_fec": ("10", "256")}, "--udp-fec 10 256: needs 0 <= C, C at most 255"),
+    (UDP | {"udp_fec": ("0", "0")}, "--udp-fec 0 0: needs"),
+    (UDP | {"udp_fec": ("a", "b")}, "--udp-fec a b: must be auto"),
+    (UDP | {"udp_fec": ("auto", "-1")}, "--udp-fec auto -1: must be auto and at most one number"),
+    (UDP | {"udp_fec": ("auto", "2", "5")}, "--udp-fec auto 2 5: must be auto and at most one number"),
+    (STREAM | {"udp_deadline": "soon"}, "--udp-deadline soon: must be off, auto or milliseconds above 0"),
+    (STREAM | {"udp_deadline": "0"}, "--udp-deadline 0: must be off, auto or milliseconds above 0"),
+    (STREAM | {"udp_deadline": "auto:0.4"}, "--udp-deadline auto:0.4: SHARE must be in [0.5, 1]"),
+    (STREAM | {"udp_deadline": "auto:x"}, "--udp-deadline auto:x: SHARE must be in [0.5, 1]"),
+    (UDP | {"udp_deadline": "auto:0.9"}, "--udp-deadline auto:0.9: must be off, auto or millis"),
+    (STREAM | {"packet_copies": (2,)}, "--packet-copies 2: cannot go with --transport stream: TCP sends again"),
+    (STREAM | {"udp_rate": "bbr 1gbit"}, "--udp-rate bbr 1gbit: must be one word with --transport stream"),
+    (STREAM | {"udp_port": 65536}, "--udp-port 65536: must be in [0, 65535]"),
+    (STREAM | {"udp_fec": ("2", "1")}, "--udp-fec 2 1: needs --transport udp"),
+    ({"transport": "pieces", "udp_port": 1}, "--udp-port 1: needs --transport udp or stream"),
+    (FOUR | {"islands": 0}, "--islands 0: must be at least 1"),
+    (FOUR | {"islands": 1, "sync_method": "gradients", "p_sync": 0.1}, "--p-sync 0.1: needs --islands and a"),
+    (FOUR | {"sync_method": "gradients", "sync_delay": 3}, "--sync-delay 3: needs --islands and a --sync-method"),
+    (FOUR | {"sync_fraction": 0.0}, "--sync-fraction 0.0: must be in (0, 1]"),
+    (FOUR | {"sync_fraction": 1.5}, "--sync-fraction 1.5: must be in (0, 1]"),
+    (FOUR | {"sync_fraction": float("nan")}, "--sync-fraction nan: must be in (0, 1]"),
+    (FOUR | {"sync_interval": 0}, "--sync-interval 0: must be at least 1"),
+    (FOUR | {"sync_delay": -1}, "--sync-delay -1: must be at least 0"),
+    (FOUR | {"sync_block": 0}, "--sync-block 0: must be at least 1"),
+    (FOUR | {"delay_correction": "mixing:2"}, "--delay-correction mixing:2: must be mixing:A, with A in (0, 2)"),
+    (FOUR | {"delay_correction": "mixing:fast"}, "--delay-correction mixing:fast: must be mixing:A, with A in"),
+    (FOUR | {"delay_correction": "ema:0.0,0.1,1000"}, "--delay-correction ema:0.0,0.1,1000: must be ema:FIRST"),
+    (FOUR | {"delay_correction": "none:1"}, "--delay-correction none:1: must be one of none, ema, mixing, smith"),
+    (FOUR | EAGER | {"sync_fraction": 0.5}, "--sync-fraction 0.5: needs --islands and a --sync-method of parameters"),
+    (FOUR | HALVES | {"sync_delay": 4}, "--sync-delay 4: must be below 4, after which an element is sent again, with"),
+    (FOUR | HALVES | {"sync_delay": 2, "sync_subset": "partition"}, "--sync-delay 2: must be below 2, after which an"),
+    (FOUR | EAGER | {"sync_delay": 2, "sync_interval": 4}, "--sync-delay 2: must be --sync-interval 4"),
+    (FOUR | {"outer_optimizer": (0.5, 0.9)}, "--outer-optimizer 0.5 0.9: needs --sync-method diloco or eager-diloco"),
+    (FOUR | {"sync_method": "diloco", "delay_correction": "ema"}, "--delay-correction ema: needs --islands and"),
+    (FOUR | {"island_speeds": (1.0, 2.0)}, "--island-speeds 1.0 2.0: must be 4 positive numbers, one per island"),
+    (FOUR | {"island_speeds": (1.0, 2.0, 0.0, 1.0)}, "--island-speeds 1.0 2.0 0.0 1.0: must be 4 positive numbers"),
+    (FOUR | {"island_speeds": (1.0, 1.5, 1.0, 1.0)}, "--island-speeds 1.5 of 1.0 1.5 1.0 1.0: gives an island 1.5"),
+    (FOUR | {"p_sync": 1.0}, "--p-sync 1.0: must be in [0, 1)"),
+    (FOUR | {"param_send": "compensated"}, "--param-send compensated: cannot be combined with --islands"),
+    (FOUR | {"loss_model": ("per-link:rates",), "p_sync": 0.1}, "--p-sync 0.1: cannot be combined with --loss-model"),
+]
+
+
+@pytest.mark.parametrize(("flags", "line"), REFUSED, ids=lambda value: str(value)[:60])
+def test_flags_that_do_not_fit(flags, line):
+    with pytest.raises(UsageError) as error:
+        LossyConfig(**flags)
+    assert str(error.value).startswith(line) and "\n" not in str(error.value)
+
+
 def test_phases_can_differ():
     config = parse("--loss-model", "bernoulli", "gilbert-elliott", "--p-grad", "0.1", "--p-param", "0.2")
     assert config.phase("grad").model == "bernoulli"

@@ -112,12 +112,7 @@ def test_a_replay_loses_what_was_recorded(
     streams = (Stream(), Stream("expert", 1), Stream("embedding"))
     lossy_self &= unit != "bitmaps"
     config = LossyConfig(
-        **LOSSY,
-        **UNITS[unit],
-        loss_model=(model,),
-        loss_seed=seed,
-        lossy_self=lossy_self,
-        delivery_log="later",
+        **LOSSY, **UNITS[unit], loss_model=(model,), loss_seed=seed, lossy_self=lossy_self, delivery_log="later"
     )
     ranks = range(size) if per_rank else None
     truth = write(folder, config, size, steps, skipped, streams, ranks=ranks, chunk=chunk)

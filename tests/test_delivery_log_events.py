@@ -12,7 +12,6 @@ import pytest
 import torch
 from megatron.core import parallel_state
 
-from megatron_lossy import hooks
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.base.exchange import Exchange, Stream
 from megatron_lossy.channel.corruption import make_corruption
@@ -25,16 +24,16 @@ from megatron_lossy.delivery_log.schema import pack, unpack
 from megatron_lossy.delivery_log.writer import DeliveryLog, claim_delivery_log
 from megatron_lossy.lab.delivery_log.summary import message_totals, summary_text
 from megatron_lossy.lab.delivery_log.verify import verify, verify_events
-from megatron_lossy.lab.virtual import VirtualCluster
 from megatron_lossy.mechanisms.boundaries.messages import Boundary, Messages
 from megatron_lossy.mechanisms.replicas.full_replicas import Mismatch
 from megatron_lossy.mechanisms.replicas.synchroniser import Synchronisation
 from megatron_lossy.run.base import make_observers
 from tests.boundaries import boundary_lost, boundary_rows, event_rows
+from tests.contract import made
 from tests.ranks import run_ranks
 from tests.test_delivery_log import flip_bits, rewrite, truncate
 from tests.test_pipeline_boundaries import BOTH, PLAIN, allow_sequence_parallel_norms, place_of
-from tests.tiny_gpt import TinyGPT, build
+from tests.tiny_gpt import TinyGPT
 
 pytestmark = [
     pytest.mark.shows("messages between stages in the log: by value, resumed"),
@@ -309,15 +308,12 @@ def test_a_log_is_of_the_same_writer_as_others_and_only_of_what_can_happen(tmp_p
 
 def trained(rank, tiny, config, steps=3, workers=None, evaluates=False):
     """Train with a log."""
-    cluster = VirtualCluster(config, workers) if workers else None
-    lossy = cluster or hooks.install(config)
-    run = build(tiny, cluster)
-    for step in range(steps):
-        if evaluates:
-            run.evaluate(step)
-        run.step(step)
-    metrics = lossy.metrics()
-    lossy.uninstall()
+    with made(tiny, config, workers) as (run, lossy):
+        for step in range(steps):
+            if evaluates:
+                run.evaluate(step)
+            run.step(step)
+        metrics = lossy.metrics()
     return metrics, parallel_state.get_tensor_model_parallel_rank()
 
 
@@ -365,10 +361,8 @@ def test_virtual_workers_write_what_replicas_write(tmp_path):
     run_ranks(trained, 2, tiny, with_log(BOTH, real, **flags))
     run_ranks(trained, 1, tiny, with_log(BOTH, virtual, **flags), 3, 2)
     rows = boundary_rows(real)
-    assert rows == boundary_rows(virtual) and {row["stream"] for row in rows} == {
-        "boundary-e0-s1-c0",
-        "boundary-e1-s1-c0",
-    }
+    assert rows == boundary_rows(virtual)
+    assert {row["stream"] for row in rows} == {"boundary-e0-s1-c0", "boundary-e1-s1-c0"}
     assert problems_of(real) == problems_of(virtual) == []
 
 

@@ -2,7 +2,6 @@
 
 import importlib
 import importlib.util
-import logging
 import os
 import re
 import subprocess
@@ -26,7 +25,7 @@ from megatron_lossy.config import LossyConfig
 from megatron_lossy.mechanisms.islands.world import IslandWorld
 from megatron_lossy.run.monitor.window import of_all_ranks
 from megatron_lossy.transport import BucketSpec, LossyGroup, lossy_all_gather, lossy_reduce_scatter
-from tests.ranks import run_ranks
+from tests.ranks import logged, run_ranks
 from tests.tiny_gpt import TinyGPT, build
 from tests.trainer import ROOT, TINY, TrainConfig
 
@@ -156,10 +155,7 @@ def test_stand_ins_behave_as_their_originals():
 def _random_streams(rank):
     device.prepare()
     parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
-    messages = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logging.getLogger().addHandler(handler)
+    messages = logged()
 
     def draws(forks):
         """Four numbers outside the tracker's stream and, before each, ``forks`` numbers from inside."""

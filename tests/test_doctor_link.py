@@ -74,10 +74,7 @@ def measured(lab, folder, there, back, *flags):
     ("there", "back"),
     [
         (Link(0.02, 0.01, rate=100e6, queue=250e3), Link(0.02, 0.03, rate=40e6, queue=100e3)),
-        (
-            Link(0.005, 0.04, burst=4, rate=20e6, queue=50e3, mtu=1400),
-            Link(0.005, 0.02, rate=10e6, queue=50e3, mtu=1280),
-        ),
+        (Link(0.005, 0.04, burst=4, rate=2e7, queue=50e3, mtu=1400), Link(0.005, 0.02, rate=1e7, queue=50e3, mtu=1280)),
         (Link(0.05, 0.05, rate=200e6, queue=1e6), Link(0.05, 0.1, burst=8, rate=200e6, queue=1e6)),
     ],
     ids=["100 and 40 Mbit/s", "short packets", "bursts"],

@@ -141,17 +141,8 @@ SETTINGS = {
 
 #: Cases of make test for the other transports; the rest run when there is time.
 FEW = ("overlapped both", "bf16, fp32 gradients", "fp32 accumulation", "tensor parallel", "two instances, overlapped")
-OFTEN = (
-    *FEW,
-    "one rank",
-    "accumulation",
-    "average in collective",
-    "per-token loss",
-    "pipeline, tied",
-    "virtual pipeline",
-    "experts",
-)
-OFTEN_SETTINGS = few_at_once(OFTEN, SETTINGS)
+OFTEN = ("one rank", "accumulation", "average in collective", "per-token loss", "pipeline, tied")
+OFTEN_SETTINGS = few_at_once((*FEW, *OFTEN, "virtual pipeline", "experts"), SETTINGS)
 FEW_SETTINGS = few_at_once(FEW, SETTINGS)
 
 

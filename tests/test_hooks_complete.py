@@ -1,7 +1,6 @@
 """Loss that never happens is refused or said, on real ranks; and claims of loss fail where nothing is lost."""
 
 import dataclasses
-import logging
 import types
 
 import numpy as np
@@ -16,7 +15,8 @@ from megatron_lossy.hooks import seam
 from megatron_lossy.hooks.exchanges import check_exchanged, check_registered, warn_of_lossless
 from megatron_lossy.transport import BucketSpec, LossyGroup
 from tests import contract, test_hooks_owner_weights, test_hooks_whole_step
-from tests.ranks import RankFailed, run_ranks
+from tests.ranks import RankFailed, logged, run_ranks
+from tests.rules import assert_same
 from tests.test_transport import group_in_memory
 from tests.tiny_gpt import TinyGPT, build
 
@@ -26,18 +26,9 @@ BOTH = LossyConfig(p_grad=0.4, p_param=0.4)
 OVERLAPPED = TinyGPT(overlap_grad_reduce=True, overlap_param_gather=True, bucket_size=3000)
 
 
-def logged():
-    """Return a list that gets the messages of this process."""
-    told = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())
-    logging.getLogger("megatron_lossy").addHandler(handler)
-    return told
-
-
 def steps(rank, how, tiny, config, world=None):
     """Two steps of a model to which ``how`` happened; returns what was logged."""
-    told = logged()
+    told = logged("megatron_lossy")
     late = how == "hooked late"
     run = build(tiny) if late else None
     lossy = hooks.install(config)
@@ -136,7 +127,7 @@ def test_a_stage_without_trainable_parameters_is_left_alone():
 
 
 def alone(rank):
-    told = logged()
+    told = logged("megatron_lossy")
     LossyGroup.create(BOTH, [BucketSpec(4)])
     return told
 
@@ -193,8 +184,8 @@ def test_owners_weights_are_the_replicas():
     tiny = test_hooks_owner_weights.OVERLAPS["none"]
     for seen, _ in run_ranks(test_hooks_owner_weights.inside_and_after, 2, tiny, config):
         for before, owners, inside, after in seen:
-            for name, value in owners.items():
-                assert all(np.array_equal(value, other[name]) for other in (before, inside, after))
+            for other in (before, inside, after):
+                assert_same(other, owners)
 
 
 @controls

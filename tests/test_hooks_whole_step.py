@@ -56,19 +56,9 @@ def real(rank, config):
     ddp = DistributedDataParallel(
         transformer, DistributedDataParallelConfig(use_distributed_optimizer=True), Linear(transformer)
     )
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            lr=LR,
-            weight_decay=DECAY,
-            adam_beta1=BETAS[0],
-            adam_beta2=BETAS[1],
-            adam_eps=EPS,
-            clip_grad=0.0,
-            use_distributed_optimizer=True,
-        ),
-        [ddp],
-        use_gloo_process_groups=False,
-    )
+    adam = {"lr": LR, "weight_decay": DECAY, "adam_beta1": BETAS[0], "adam_beta2": BETAS[1], "adam_eps": EPS}
+    settings = OptimizerConfig(clip_grad=0.0, use_distributed_optimizer=True, **adam)
+    optimizer = get_megatron_optimizer(settings, [ddp], use_gloo_process_groups=False)
     buffer = ddp.buffers[0].param_data
     replicas = [buffer.numpy().copy()]
     for step in range(STEPS):

@@ -9,8 +9,7 @@ import re
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -19,6 +18,7 @@ import pytest
 
 from megatron_lossy.lab.launch.plan import make_plan
 
+from .programs import until
 from .ranks import run_ranks
 from .slurm_cluster import free_ports
 from .trainer import ROOT, read_records, recorded_losses, train_runs, write_data
@@ -59,14 +59,6 @@ def kill(agent: subprocess.Popen) -> None:
     agent.wait()
 
 
-def wait_for(what: str, done: Callable[[], bool], agents: Sequence[subprocess.Popen]) -> None:
-    deadline = time.monotonic() + 120
-    while not done():
-        assert all(agent.poll() is None for agent in agents), f"{what}: an agent ended"
-        assert time.monotonic() < deadline, what
-        time.sleep(0.05)
-
-
 SMALL = [
     "--num-layers=2", "--hidden-size=64", "--ffn-hidden-size=64", "--seq-length=32", "--hidden-dropout=0.1",
     "--micro-batch-size=2", "--global-batch-size=8", "--train-iters=100", "--lr-warmup-iters=2",
@@ -90,10 +82,10 @@ def test_a_killed_agent_that_is_started_again_continues_the_run(agents, tmp_path
             return client.connect_ex(("127.0.0.1", port)) == 0
 
     first = agents(flags)
-    wait_for("the rendezvous", listening, [first])  # whose node is the one that must stay
+    until(listening, first, seconds=120)  # whose node is the one that must stay
     second = agents(flags)
     run = tmp_path / "runs/p_0.10"
-    wait_for("a checkpoint", (run / "latest_checkpointed_iteration.txt").exists, [first, second])
+    until((run / "latest_checkpointed_iteration.txt").exists, first, second, seconds=120)
     kill(second)
     second = agents(flags)
 
@@ -116,21 +108,16 @@ def command_of_wan() -> str:
 
 ISLANDS = ["--islands=2", "--sync-method=parameters", "--sync-fraction=0.25", "--sync-delay=2"]
 DATAGRAMS = "--transport udp --udp-port 41000"
+UNIT = ["--loss-unit=packet"]
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("rendezvous", "transport", "more"),
     [
-        pytest.param("as written", DATAGRAMS, ["--loss-unit=packet"], marks=pytest.mark.slow, id="gradients over udp"),
+        pytest.param("as written", DATAGRAMS, UNIT, marks=pytest.mark.slow, id="gradients over udp"),
         pytest.param("static", "", ISLANDS, marks=pytest.mark.nightly, id="islands over torch, static"),
-        pytest.param(
-            "static",
-            DATAGRAMS,
-            [*ISLANDS, "--loss-unit=packet"],
-            marks=pytest.mark.nightly,
-            id="islands over udp, static",
-        ),
+        pytest.param("static", DATAGRAMS, [*ISLANDS, *UNIT], marks=pytest.mark.nightly, id="islands over udp, static"),
     ],
 )
 def test_the_command_for_two_sites_survives_a_dead_rank(agents, tmp_path, rendezvous, transport, more):
@@ -158,7 +145,7 @@ def test_the_command_for_two_sites_survives_a_dead_rank(agents, tmp_path, rendez
         sites.append(agents([], launcher=["bash", "-c", f"exec env {command}"]))
     jobs = 2 if "--islands=2" in more else 1  # that save for themselves
     written = "run/**/latest_checkpointed_iteration.txt"
-    wait_for("checkpoints", lambda: len(list(tmp_path.glob(written))) == jobs, sites)
+    until(lambda: len(list(tmp_path.glob(written))) == jobs, *sites, seconds=120)
     ranks = [child for child in psutil.Process(sites[1].pid).children(recursive=True) if "--save" in child.cmdline()]
     ranks[-1].kill()
     logs = [tmp_path / f"agent{site}.log" for site in range(2)]

@@ -83,11 +83,7 @@ def test_kubernetes_gets_a_coordinator_and_a_jobset_for_each_site(capsys):
         (),
         ("--accelerators=8", "--device=h200", "--islands=16"),
         ("--device=cpu", f"--rendezvous=etcd://one.example/{'x' * 60}", "--udp-key-file=none"),
-        (
-            "--config=llama2_7b/gaudi3_dp64",
-            "--program=/opt/Megatron-LM/pretrain_gpt.py",
-            "--container-mounts=a:/shared,b:/d",
-        ),
+        ["--config=llama2_7b/gaudi3_dp64", "--program=/opt/M/pretrain_gpt.py", "--container-mounts=a:/shared,b:/d"],
     ],
     ids=["7B", "one node", "etcd", "Gaudi"],
 )

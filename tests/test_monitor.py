@@ -1,6 +1,5 @@
 """Monitors against plain NumPy: losses recomputed from the channel, drift from replicas gathered in full."""
 
-import contextlib
 import dataclasses
 import itertools
 import math
@@ -10,15 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_lossy import hooks
 from megatron_lossy.base.exchange import Exchange, Stream
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.lab.virtual import VirtualCluster
 from megatron_lossy.run.monitor import drift
 from megatron_lossy.transport import Network
+from tests.contract import made
 from tests.ranks import run_ranks
 from tests.rules import delivered
-from tests.tiny_gpt import TinyGPT, build
+from tests.tiny_gpt import TinyGPT
 
 pytestmark = pytest.mark.shows(
     "losses, ages, drift of the monitors against plain NumPy", "ranks and virtual workers count alike"
@@ -28,29 +26,15 @@ STEPS, WINDOW = 6, 3
 #: At most 2048 parameters, so that the sample is all of them.
 SMALL = TinyGPT(layers=1, hidden=8, heads=2, vocab=17, sequence=8, optimizer="sgd", lr=0.1)
 OVERLAPPED = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 300}
-
+BURSTS = {"loss_model": ("gilbert-elliott",), "loss_correlation": "source"}
 
 CASES = {  # name: (TinyGPT, LossyConfig, iterations that are skipped)
     "shard": ({}, LossyConfig(p_grad=0.3, p_param=0.5), ()),
     "own shard too": ({}, LossyConfig(p_grad=0.8, lossy_self=True), ()),
     "packets, overlapped": (OVERLAPPED, LossyConfig(p_grad=0.3, p_param=0.5, loss_unit="packet", packet_bytes=60), ()),
-    "bursts, together": (
-        OVERLAPPED,
-        LossyConfig(
-            p_grad=0.3, p_param=0.5, loss_unit="bucket", loss_model=("gilbert-elliott",), loss_correlation="source"
-        ),
-        (),
-    ),
+    "bursts, together": (OVERLAPPED, LossyConfig(p_grad=0.3, p_param=0.5, loss_unit="bucket", **BURSTS), ()),
     "skipped updates": ({"dtype": "fp16"}, LossyConfig(p_grad=0.3, p_param=0.5), (0, 3)),
 }
-
-
-@contextlib.contextmanager
-def made(model, config, workers=None):
-    """A run of this rank or of virtual workers, and what makes it lossy."""
-    lossy = VirtualCluster(config, workers) if workers else hooks.install(config)
-    yield build(model, lossy if workers else None), lossy
-    lossy.uninstall()
 
 
 def run_all(rank, chosen, workers=None):

@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import functools
 import inspect
-import logging
 import zlib
 
 import numpy as np
@@ -20,12 +19,12 @@ from megatron_lossy.config import LossyConfig
 from megatron_lossy.config.refusal import check_refusals
 from megatron_lossy.hooks.facts import of_communicator
 from megatron_lossy.hooks.versions import decoder_layers
-from megatron_lossy.lab.virtual import VirtualCluster
 from megatron_lossy.mechanisms.boundaries.hooks import StageBoundaries
 from megatron_lossy.mechanisms.boundaries.messages import Boundary
 from tests import contract
 from tests.boundaries import boundary_lost
-from tests.ranks import run_ranks
+from tests.contract import made
+from tests.ranks import logged, run_ranks
 from tests.rules import assert_same
 from tests.tiny_gpt import TinyGPT, build
 
@@ -260,8 +259,7 @@ def test_boundaries_within_a_node_are_reliable():
 
 
 def warnings_of(rank, tiny, config):
-    said, logger = [], logging.getLogger("megatron_lossy.mechanisms.boundaries.hooks")
-    logger.warning = lambda text, *args: said.append(text % args)
+    said = logged("megatron_lossy.mechanisms.boundaries.hooks")
     hooks.install(config)
     build(tiny)
     return said
@@ -283,9 +281,7 @@ def test_tensor_parallel_peers_lose_the_same():
     for one, other in ((ranks[0], ranks[1]), (ranks[2], ranks[3])):
         for step in range(2):
             for name in ("in", "grad_in"):
-                for place, value in one["recorded"][step][name].items():
-                    if value is not None:
-                        np.testing.assert_array_equal(value, other["recorded"][step][name][place])
+                assert_same(one["recorded"][step][name], other["recorded"][step][name])
 
 
 def test_with_sequence_parallelism_each_peer_has_losses_of_its_own():
@@ -323,16 +319,13 @@ def trained(rank, tiny, config, steps, stages=None, workers=None):
     """Losses, and the weights by their name in the whole model, from initial weights that depend on the name."""
     if stages is not None:
         StageBoundaries.add_layers = functools.partialmethod(StageBoundaries.add_layers, stages=stages)
-    cluster = VirtualCluster(config, workers) if workers else None
-    lossy = cluster or hooks.install(config)
-    run = build(tiny, cluster)
-    with torch.no_grad():
-        for name, parameter in named(run):
-            if parameter.dim() > 1:
-                random = np.random.default_rng(zlib.crc32(name.encode()))
-                parameter.copy_(torch.from_numpy(random.normal(0, 0.1, parameter.shape)))
-    losses = [run.step(step)["loss"] for step in range(steps)]
-    lossy.uninstall()
+    with made(tiny, config, workers) as (run, _):
+        with torch.no_grad():
+            for name, parameter in named(run):
+                if parameter.dim() > 1:
+                    random = np.random.default_rng(zlib.crc32(name.encode()))
+                    parameter.copy_(torch.from_numpy(random.normal(0, 0.1, parameter.shape)))
+        losses = [run.step(step)["loss"] for step in range(steps)]
     return losses, {name: parameter.detach().float().numpy().copy() for name, parameter in named(run)}
 
 
@@ -356,10 +349,7 @@ def test_stages_are_one_with_virtual_boundaries(real, pipeline, chunks, accumula
     [losses], weights = whole(pool.run(trained, pipeline, staged, real, 4))
     virtual, run = dataclasses.replace(real, virtual_boundaries=boundaries), run_ranks if chunks else pool.run
     [(expected, all_weights)] = run(trained, 1, tiny, virtual, 4, chunks)
-    assert losses == expected
-    assert weights.keys() == all_weights.keys()
-    for name, value in all_weights.items():
-        np.testing.assert_array_equal(weights[name], value, err_msg=name)
+    assert_same((losses, weights), (expected, all_weights))
     [(lossless, _)] = pool.run(trained, 1, tiny, LossyConfig(), 4)
     assert lossless != losses
 
@@ -373,16 +363,13 @@ def test_virtual_workers_lose_what_ranks_lose(pool):
 
 
 def evaluated(rank, config, workers=None):
-    cluster = VirtualCluster(config, workers) if workers else None
-    lossy = cluster or hooks.install(config)
-    run = build(TinyGPT(), cluster)
     losses = []
-    for worker in range(workers or 1):
-        if cluster:
-            run._worker = worker
-        with torch.no_grad(), cluster.data_of(worker) if cluster else torch.no_grad():
-            losses.append(run.evaluate(0))
-    lossy.uninstall()
+    with made(TinyGPT(), config, workers) as (run, lossy):
+        for worker in range(workers or 1):
+            if workers:
+                run._worker = worker
+            with torch.no_grad(), lossy.data_of(worker) if workers else torch.no_grad():
+                losses.append(run.evaluate(0))
     return losses
 
 

@@ -6,12 +6,12 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from benchmarks.lab import Lab, Link
+from tests.programs import ROOT, until
 from tests.test_lab import needs_lab
 
 pytestmark = [
@@ -19,7 +19,6 @@ pytestmark = [
     pytest.mark.timeout(1200),
 ]
 
-ROOT = Path(__file__).parents[1]
 #: Flags of the page, and those of a smaller run in their place.
 SMALLER = {
     "--mbit 1000 --rtt 30 --loss 0.5% --step 13s --ranks-per-site 32": "--link link.json --step 250ms --ranks-per-site 1 --config tiny/llama_1m",
@@ -70,12 +69,6 @@ class Site:
         return ""
 
 
-def until(true, *processes):
-    while not true():
-        assert all(process.poll() is None for process in processes)
-        time.sleep(0.1)
-
-
 @needs_lab
 @pytest.mark.slow
 def test_from_a_link_to_a_model(tmp_path):
@@ -109,7 +102,7 @@ def test_from_a_link_to_a_model(tmp_path):
         serving = first.start(coordinator, "coordinator")
         running = [site.start(command, "run") for site, command in zip((first, second), islands)]
         [watch] = blocks["Watch"]
-        until(lambda: "megatron_lossy_lm_loss" in first.run(f"{watch}true", "watch"), *running)
+        until(lambda: "megatron_lossy_lm_loss" in first.run(f"{watch}true", "watch"), *running, seconds=600)
         assert [one.wait() for one in running] == [0, 0], first.printed("run")[-3000:] + second.printed("run")[-3000:]
         serving.send_signal(signal.SIGTERM)
         assert serving.wait() == 0

@@ -261,10 +261,7 @@ LINES = [
     ("optimizer SGD: steps during the backward pass, where no update ends; step after it", step_in_the_backward_pass),
     ("--transport udp: loses other units of each copy of a parameter", tensor_parallel_over_udp),
     ("--islands 4: must be 2: so many groups of ranks shard the model", lambda: islands(two_copies(), 4)),
-    (
-        "--islands 2: needs a mesh of one dimension, fully_shard(",
-        lambda: islands(fsdp.build(Tiny(replicas=2)), 2),
-    ),
+    ("--islands 2: needs a mesh of one dimension, fully_shard(", lambda: islands(fsdp.build(Tiny(replicas=2)), 2)),
     (
         "--sites 2: needs fully_shard over all ranks, with a mesh of one dimension",
         lambda: lossy(fsdp.build(Tiny(replicas=2)), config=dataclasses.replace(BOTH, sites=2)),

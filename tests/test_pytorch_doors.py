@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.run.saved import REPLICAS
 from tests.ranks import run_ranks
+from tests.rules import assert_same
 
 pytestmark = [
     pytest.mark.shows("Trainer, Lightning, accelerate, torchtitan: log, save and resume bit for bit", device=False),
@@ -45,9 +46,7 @@ def same(resumed, whole):
     for (part, ours), (all_, theirs) in zip(resumed, whole, strict=True):
         assert part <= all_ / 2 + 1  # with the step that makes the optimizer's state
         ours, theirs = (one[0] if isinstance(one, tuple) else one for one in (ours, theirs))
-        assert ours.keys() == theirs.keys()
-        for name, value in theirs.items():
-            np.testing.assert_array_equal(ours[name], value, err_msg=name)
+        assert_same(ours, theirs)
 
 
 def weights_of(model):
@@ -76,21 +75,10 @@ def with_trainer(rank, folder, steps, resumes, config, **how):
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes))
-    args = TrainingArguments(
-        output_dir=folder,
-        use_cpu=True,
-        ddp_backend="gloo",
-        max_steps=steps,
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
-        learning_rate=1e-2,
-        lr_scheduler_type="constant_with_warmup",
-        warmup_steps=2,
-        logging_steps=2,
-        save_steps=4,
-        report_to=["tensorboard"],
-        disable_tqdm=True,
-    )
+    batches = {"max_steps": steps, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    rate = {"learning_rate": 1e-2, "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 2}
+    files = {"output_dir": folder, "logging_steps": 2, "save_steps": 4, "report_to": ["tensorboard"]}
+    args = TrainingArguments(use_cpu=True, ddp_backend="gloo", disable_tqdm=True, **batches, **rate, **files)
     trainer = Trainer(model=model, args=args, train_dataset=Data())
     callback = LossyCallback(trainer, config, **how)
     trainer.add_callback(callback)
@@ -182,20 +170,11 @@ def with_lightning(rank, folder, epochs, resumes, kind, config, world=2):
         ),
     }
     data = torch.utils.data.DataLoader(torch.randn(64, 8, generator=torch.Generator().manual_seed(1)), batch_size=4)
-    trainer = lightning.Trainer(
-        accelerator="cpu",
-        devices=world,
-        strategy=strategies[kind](),
-        max_epochs=epochs,
-        logger=CSVLogger(folder),
-        log_every_n_steps=4,
-        accumulate_grad_batches=2,
-        callbacks=[LossyCallback(config), ModelCheckpoint(folder, "{epoch}", save_top_k=-1)],
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-        use_distributed_sampler=True,
-    )
+    how = {"accelerator": "cpu", "devices": world, "strategy": strategies[kind](), "use_distributed_sampler": True}
+    how |= {"max_epochs": epochs, "log_every_n_steps": 4, "accumulate_grad_batches": 2, "default_root_dir": folder}
+    how |= {"callbacks": [LossyCallback(config), ModelCheckpoint(folder, "{epoch}", save_top_k=-1)]}
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False}
+    trainer = lightning.Trainer(logger=CSVLogger(folder), **how, **quiet)
     model = Model()
     trainer.fit(model, data, data, ckpt_path=resumes)
     return weights_of(model)

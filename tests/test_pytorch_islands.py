@@ -12,6 +12,7 @@ from megatron_lossy.config import LossyConfig
 from megatron_lossy.pytorch import make_lossy
 from tests import fsdp
 from tests.fsdp import Tiny
+from tests.rules import assert_same
 
 pytestmark = [pytest.mark.shows("FSDP2: islands average weights; saved and resumed; over UDP"), pytest.mark.slow]
 
@@ -118,9 +119,7 @@ OUTER = dataclasses.replace(CODED, sync_method="diloco", sync_dtype="int4", sync
 def test_a_run_continues_bit_for_bit(config, pool):
     expected = pool.run(trained, 4, config, 8)
     for (weights, losses), (all_losses, history, *_) in zip(pool.run(resumed, 4, config, 4), expected, strict=True):
-        assert losses == all_losses[4:]
-        for name, value in history[-1].items():
-            np.testing.assert_array_equal(weights[name], value)
+        assert_same((losses, weights), (all_losses[4:], history[-1]))
 
 
 def test_over_udp(pool):

@@ -105,12 +105,7 @@ def by_fsdp(rank, config, steps):
 @pytest.mark.parametrize("rule", [*RULES, "codes"])
 def test_a_loop_by_hand_gives_the_same_bits(world, rule, pool):
     config = CODED if rule == "codes" else dataclasses.replace(BOTH, grad_recovery=rule)
-    for (losses, replicas), (theirs, others) in zip(
-        pool.run(by_hand, world, config, 8), pool.run(by_fsdp, world, config, 8), strict=True
-    ):
-        assert losses == theirs
-        for one, other in zip(replicas, others, strict=True):
-            np.testing.assert_array_equal(one, other)
+    same(pool.run(by_hand, world, config, 8), pool.run(by_fsdp, world, config, 8))
 
 
 @over_networks
@@ -230,9 +225,7 @@ def test_owners_weights_are_in_the_model_for_a_while(send, pool):
     assert np.array_equal(results[0][1], results[1][1])
     assert not np.array_equal(results[0][0], results[1][0])
     undisturbed = pool.run(fsdp.plain, 2, Tiny(), config, 5)
-    for (_, _, weights), (expected, _) in zip(results, undisturbed):
-        for name, value in expected.items():
-            np.testing.assert_array_equal(weights[name], value)
+    same([one[2] for one in results], [one[0] for one in undisturbed])
 
 
 def traffic(rank, tiny, config, steps):
@@ -280,18 +273,10 @@ def test_padding_is_no_part_of_what_is_used(pool):
     assert any(elements < whole for elements, _, whole in found)
 
 
-def scaled(rank, config, steps, overflows, scale, tiny):
-    scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=1000)
+def scaled(rank, config, steps, overflows, tiny):
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1000)
     run = Training(tiny, config, scaler=scaler)
-    updates = []
-    for step in range(steps):
-        for part in range(tiny.accumulation):
-            loss = run.loss(step * tiny.accumulation + part)
-            scaler.scale(loss * (torch.inf if step in overflows and rank == 0 else 1)).backward()
-        scaler.step(run.optimizer)
-        scaler.update()
-        run.optimizer.zero_grad()
-        updates.append(run.lossy.update)
+    updates = run.scaled_steps(scaler, steps, overflows)
     weights = run.weights()
     run.lossy.close()
     return weights, updates
@@ -301,10 +286,8 @@ def scaled(rank, config, steps, overflows, scale, tiny):
 def test_a_loss_scale_changes_nothing_but_the_steps_it_rejects(rule, pool):
     config = dataclasses.replace(BOTH, grad_recovery=rule)
     plain = pool.run(fsdp.plain, 2, Tiny(), config, 6)
-    for (weights, _), (expected, _) in zip(pool.run(scaled, 2, config, 6, (), 4.0, Tiny()), plain, strict=True):
-        for name, value in expected.items():
-            np.testing.assert_array_equal(weights[name], value, err_msg=name)
-    for weights, updates in pool.run(scaled, 2, config, 6, (2, 3), 4.0, Tiny()):
+    same([one[0] for one in pool.run(scaled, 2, config, 6, (), Tiny())], [one[0] for one in plain])
+    for weights, updates in pool.run(scaled, 2, config, 6, (2, 3), Tiny()):
         assert updates == [0, 1, 1, 1, 4, 5]
         assert all(np.isfinite(value).all() for value in weights.values())
 
@@ -314,9 +297,7 @@ def test_a_loss_scale_changes_nothing_of_micro_batches_that_are_reduced_one_by_o
     """Each is a round of its own. Its gradients are used if the scale has not shrunk since."""
     config, tiny = dataclasses.replace(BOTH, grad_recovery=rule), Tiny(accumulation=2, synchronises=True)
     plain = pool.run(fsdp.plain, 2, tiny, config, 5)
-    for (weights, _), (expected, _) in zip(pool.run(scaled, 2, config, 5, (), 4.0, tiny), plain, strict=True):
-        for name, value in expected.items():
-            np.testing.assert_array_equal(weights[name], value, err_msg=name)
+    same([one[0] for one in pool.run(scaled, 2, config, 5, (), tiny)], [one[0] for one in plain])
 
 
 def two_models(rank, folder):
@@ -346,9 +327,7 @@ def test_two_models_of_a_process_lose_different_units(pool, tmp_path):
     expected = pool.run(fsdp.plain, 2, Tiny(), BOTH, 4)
     for (first, second, alone), (weights, _) in zip(pool.run(two_models, 2, str(tmp_path)), expected, strict=True):
         assert any(not np.array_equal(first[name], second[name]) for name in weights)
-        for name, value in weights.items():  # one model has the draws that it always had
-            np.testing.assert_array_equal(first[name], value)
-            np.testing.assert_array_equal(alone[name], value)
+        same([first, alone], [weights, weights])  # one model has the draws that it always had
 
 
 def test_metrics_have_no_rate_where_nothing_happened(pool):

@@ -269,21 +269,6 @@ def test_a_rule_without_a_residual_asks_for_late_reports_too():
     assert rule.late == []
 
 
-@pytest.mark.parametrize(
-    ("flags", "error"),
-    [
-        ({"grad_priority": "packet-mean:1.1"}, "--grad-priority packet-mean:1.1: must be one of none"),
-        ({"grad_priority": "element-quantile:-0.1"}, "--grad-priority element-quantile:-0.1: must be"),
-        ({"grad_priority": "packet-mean:nan"}, "--grad-priority packet-mean:nan: must be"),
-        ({"grad_priority": "none:0.2"}, "--grad-priority none:0.2: must be one of none"),
-        ({"grad_priority": "most"}, "--grad-priority most: must be one of none, packet-mean"),
-    ],
-)
-def test_bad_flags(flags, error):
-    with pytest.raises(UsageError, match=error):
-        LossyConfig(**{"p_grad": 0.1, "loss_unit": "packet", "grad_recovery": "error-feedback"} | flags)
-
-
 def test_owners_that_must_know_priorities_need_virtual_workers():
     config = LossyConfig(p_grad=0.1, loss_unit="packet", grad_priority="packet-mean")
     with pytest.raises(UsageError, match="--grad-priority packet-mean with --grad-recovery renormalize: needs virtual"):

@@ -3,7 +3,6 @@
 import ast
 import dataclasses
 import types
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from megatron_lossy.lab.train.config import TrainConfig
 from megatron_lossy.lab.train.facts import of_trainer
 from scripts.update_docs import refusal_table
 from tests.refusal_examples import EXAMPLES
-from tests.trainer import TINY
+from tests.trainer import ROOT, TINY
 
 pytestmark = pytest.mark.shows(
     "every refusal is reached, in one order, for each source of facts",
@@ -27,7 +26,7 @@ pytestmark = pytest.mark.shows(
     device=False,
 )
 
-PACKAGE = Path(__file__).parents[1] / "megatron_lossy"
+PACKAGE = ROOT / "megatron_lossy"
 ROWS = [row for section in sections() for row in section.rows]
 
 
@@ -190,9 +189,6 @@ def test_checks_guess_no_attribute(path):
 def test_those_of_the_core_come_first():
     with_rows = [name for name in MECHANISMS if name != "lead"]
     assert [section.name for section in sections()] == ["core", "pytorch", "transport", "workers", "sites", *with_rows]
-
-
-ROOT = Path(__file__).parents[1]
 
 
 def test_each_section_is_in_the_page_and_in_the_command(capsys):

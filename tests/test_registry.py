@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 from importlib.metadata import EntryPoint
-from pathlib import Path
 
 import pytest
 
@@ -13,11 +12,10 @@ from megatron_lossy.base.errors import UsageError
 from megatron_lossy.base.registry import CHANNELS, GRAD_RECOVERIES, Registry
 from megatron_lossy.config import LossyConfig
 from scripts.update_docs import flag_table
-from tests.trainer import TINY, as_flags, read_records, write_data
+from tests.trainer import ROOT, TINY, as_flags, read_records, write_data
 
 pytestmark = pytest.mark.shows("a channel and a rule of another package, from the command line", device=False)
 
-ROOT = Path(__file__).parents[1]
 
 #: The documentation's own example of a rule.
 [RULE] = re.findall(r"```python\n(# my_rule.py\n.*?)```", (ROOT / "docs/extending.md").read_text(), re.DOTALL)

@@ -9,10 +9,11 @@ import torch
 from megatron_lossy import hooks
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.lab.delivery_log.verify import verify_events
-from megatron_lossy.lab.virtual import VirtualCluster
 from megatron_lossy.lab.virtual.replicas import VirtualReplicas
 from megatron_lossy.mechanisms.replicas.held import HeldReplicas
+from tests.contract import made
 from tests.ranks import RankFailed, run_ranks
+from tests.rules import assert_same as same
 from tests.test_delivery_log_events import rows_of
 from tests.tiny_gpt import TinyGPT, build, missing
 
@@ -35,20 +36,6 @@ def full(**settings):
 
 def changed(**flags):
     return dataclasses.replace(NOISE, **flags)
-
-
-def same(mine, theirs):
-    """Weights, losses and norms to the last bit; those of one run or of some in a list."""
-    assert mine.keys() == theirs.keys()
-    for name, value in theirs.items():
-        if isinstance(value, dict):
-            same(mine[name], value)
-        elif isinstance(value, list):
-            assert len(mine[name]) == len(value)
-            for one, other in zip(mine[name], value, strict=True):
-                np.testing.assert_array_equal(one, other, err_msg=name)
-        else:
-            np.testing.assert_array_equal(mine[name], value, err_msg=name)
 
 
 def train(lossy, run, steps):
@@ -176,8 +163,6 @@ def test_errors_of_ranks_are_logged_as_those_of_virtual_workers(tmp_path, at, po
 
 def hit_once(rank, size, tiny, hits, mode, steps):
     """A run in which buckets of some ranks are changed after their reduction. ``hits``: (step, rank, bucket, how)."""
-    lossy = hooks.install(LossyConfig(replica_check=mode))
-    run = build(tiny)
     before = HeldReplicas.hit
 
     def hit(self, stream, replica, bucket, flat):
@@ -191,18 +176,14 @@ def hit_once(rank, size, tiny, hits, mode, steps):
                 else:
                     flat[5] = how
 
-    HeldReplicas.hit = hit
-    result = train(lossy, run, steps)
-    HeldReplicas.hit = before
-    lossy.uninstall()
+    with made(tiny, LossyConfig(replica_check=mode)) as (run, lossy):
+        HeldReplicas.hit = hit
+        result = train(lossy, run, steps)
+        HeldReplicas.hit = before
     return result
 
 
-HITS = [
-    *([(1, 1, 0, bit)] for bit in (0, 22, 30, 31)),
-    [(2, 0, 1, float("inf"))],
-    [(0, 2, 0, float("nan")), (2, 1, 1, 12)],
-]
+HITS = [*([(1, 1, 0, bit)] for bit in (0, 22, 30, 31)), [(2, 0, 1, np.inf)], [(0, 2, 0, np.nan), (2, 1, 1, 12)]]
 
 
 @pytest.fixture(scope="module")
@@ -233,13 +214,11 @@ def test_repaired_replicas_skip_the_same_updates(kind, pool):
 
 def overflows(rank, tiny, config):
     """Return, by iteration, of which the second overflows, whether it was an update and averaged; the weights."""
-    lossy = hooks.install(config)
-    run = build(tiny)
     success, averaged = [], []
-    for step in range(4):
-        success.append(run.step(step, overflow_on=0 if step == 1 else None)["success"])
-        averaged.append(lossy.metrics()["param syncs"])
-    lossy.uninstall()
+    with made(tiny, config) as (run, lossy):
+        for step in range(4):
+            success.append(run.step(step, overflow_on=0 if step == 1 else None)["success"])
+            averaged.append(lossy.metrics()["param syncs"])
     return success, averaged, run.weights()
 
 
@@ -309,15 +288,14 @@ PARALLEL = {
 
 def looked_at(rank, tiny, config, looks):
     """Return the state after each number of steps."""
-    lossy = hooks.install(config)
-    run = build(tiny)
     found = {}
-    for step in range(max(looks)):
-        run.step(step)
-        if step + 1 in looks:
-            with lossy.owner_weights(run.model):
-                mean = run.weights()
-            found[step + 1] = {"weights": run.weights(), "mean": mean}
+    with made(tiny, config) as (run, lossy):
+        for step in range(max(looks)):
+            run.step(step)
+            if step + 1 in looks:
+                with lossy.owner_weights(run.model):
+                    mean = run.weights()
+                found[step + 1] = {"weights": run.weights(), "mean": mean}
     return found
 
 
@@ -380,13 +358,11 @@ def test_errors_of_owners_with_the_distributed_optimizer(lossy, per_token, pool)
 
 def owned(rank, tiny, config, steps, workers=None):
     """The replica of a rank, or those of all virtual workers; and the size of errors."""
-    lossy = VirtualCluster(config, workers) if workers else hooks.install(config)
-    run = build(tiny, lossy if workers else None)
-    for step in range(steps):
-        run.step(step)
-        if not workers:
-            run.gather()
-    metrics = lossy.metrics()
-    assert config.inert or config.lossless or metrics["loss rate grad"] > 0
-    lossy.uninstall()
+    with made(tiny, config, workers) as (run, lossy):
+        for step in range(steps):
+            run.step(step)
+            if not workers:
+                run.gather()
+        metrics = lossy.metrics()
+        assert config.inert or config.lossless or metrics["loss rate grad"] > 0
     return run.all_replica_buffers() if workers else run.replica_buffers(), metrics.get("error rms")

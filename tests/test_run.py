@@ -6,13 +6,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_lossy import hooks
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.lab.virtual import VirtualCluster
 from megatron_lossy.run.base import make_observers
 from megatron_lossy.run.monitor import Observer, load_states, states_of
 from megatron_lossy.run.saved import REPLICAS
+from tests.contract import made
 from tests.ranks import RankFailed, run_ranks
 from tests.test_hooks_owner_weights import CONFIG, save_and_go_on
 from tests.test_hooks_owner_weights import resume as resume_rank
@@ -42,14 +42,12 @@ class Witness(Observer):
 
 def witnessed(rank, tiny, config, workers=None):
     """Four steps, the second of which overflows: return the calls of observers and ``after_update``."""
-    lossy = VirtualCluster(config, workers) if workers else hooks.install(config)
     witness, updates = Witness(), []
-    lossy.observers.append(witness)
-    lossy.after_update.append(lambda run: updates.append((run.iteration, run.update, len(witness.told))))
-    model = build(tiny, lossy) if workers else build(tiny)
-    for step in range(4):
-        model.step(step, overflow_on=0 if step == 1 else None)
-    lossy.uninstall()
+    with made(tiny, config, workers) as (model, lossy):
+        lossy.observers.append(witness)
+        lossy.after_update.append(lambda run: updates.append((run.iteration, run.update, len(witness.told))))
+        for step in range(4):
+            model.step(step, overflow_on=0 if step == 1 else None)
     return witness.told, updates
 
 

@@ -83,18 +83,17 @@ SIZE = 3
 PACKETS = {"loss_unit": "packet", "packet_bytes": 16}
 BURSTS = {"loss_model": ("gilbert-elliott:3",)}
 LEAD = {"param_send": "compensated"}
+FEEDBACK = {"grad_recovery": "error-feedback"}
 CODED = {"loss_unit": "packet", "packet_bytes": 40, "wire_block": 32, "grad_wire": "int4", "param_wire": "int8"}
 GROUPS = {
     **{rule: PACKETS | {"grad_recovery": rule} for rule in ("renormalize", "zero", "previous")},
     "previous of shards": {"grad_recovery": "previous", "lossy_self": True},
-    "error-feedback": PACKETS | {"grad_recovery": "error-feedback", "grad_priority": "none"},
-    "error-feedback, bursts": PACKETS
-    | BURSTS
-    | {"grad_recovery": "error-feedback", "grad_priority": "packet-mean:0.1"},
+    "error-feedback": PACKETS | FEEDBACK | {"grad_priority": "none"},
+    "error-feedback, bursts": PACKETS | BURSTS | FEEDBACK | {"grad_priority": "packet-mean:0.1"},
     "codes": CODED | {"grad_recovery": "previous"},
-    "codes, error-feedback, lead": CODED | LEAD | {"grad_recovery": "error-feedback"},
+    "codes, error-feedback, lead": CODED | LEAD | FEEDBACK,
     "lead": LEAD,
-    "lead, bursts": PACKETS | BURSTS | LEAD | {"grad_recovery": "error-feedback"},
+    "lead, bursts": PACKETS | BURSTS | LEAD | FEEDBACK,
     "lead, schedule": BURSTS | LEAD | {"loss_schedule": ("0:0.4,4:0,5:0.2",), "grad_recovery": "previous"},
     "lead, given": LEAD | {"param_send": "compensated:0.5,0.25", "grad_recovery": "previous"},
     "lead, counted": PACKETS | LEAD | {"loss_model": ("trace",)},
@@ -201,7 +200,7 @@ def walks_of(cases, when, more):
 def test_groups(tmp_path):
     """In any case a run continues bit for bit, and the states of rules, of leads and of what was counted are all missed."""
     made = {name: partial(Groups, config_of(flags, tmp_path)) for name, flags in GROUPS.items()}
-    problems = unmissed(
+    assert not unmissed(
         walks_of(made, (4, 5), 4),
         {
             "*/grad/*/kept": "what the next step loses, where it is known which one that is: of runs",
@@ -210,7 +209,6 @@ def test_groups(tmp_path):
             "*/counted/*/coming": "these loops do not wait for the counts of others",
         },
     )
-    assert not problems, problems
 
 
 ERRORS = {"grad_error": "gaussian:0.5rms"}
@@ -259,14 +257,13 @@ class Replicas(FullReplicas):
 
 def test_full_replicas(monkeypatch):
     monkeypatch.setattr(average, "ALONE", 2**10)  # from which tensors are averaged in place
-    problems = unmissed(
+    assert not unmissed(
         walks_of({name: partial(Replicas, **flags) for name, flags in REPLICAS.items()}, (4, 5), 4),
         {
             "flight/parts/*/source": "what a replica was copied from is not asked again when the copy has arrived",
             "flight/parts/*/moments/*/before": "only the divergence of parameters is measured",
         },
     )
-    assert not problems, problems
 
 
 LATE = {"islands": 3, "sync_method": "parameters", "sync_interval": 2, "sync_delay": 5, "sync_fraction": 0.5}
@@ -312,8 +309,7 @@ class Islands:
 
 def test_islands():
     made = {name: partial(Islands, LossyConfig(**flags)) for name, flags in ISLANDS.items()}
-    problems = unmissed(walks_of(made, (6, 9), 8), {})
-    assert not problems, problems
+    assert not unmissed(walks_of(made, (6, 9), 8), {})
 
 
 AWAY = [
@@ -363,5 +359,4 @@ def test_islands_that_come_and_go(tmp_path):
     path = tmp_path / "events"
     path.write_text("".join(json.dumps({"slot": slot, "at": at, "event": what}) + "\n" for slot, at, what in AWAY))
     configs = {name: LossyConfig(**flags, island_schedule=str(path)) for name, flags in COME_AND_GO.items()}
-    problems = unmissed(walks_of({name: partial(Churning, one) for name, one in configs.items()}, (6, 9, 12), 8), {})
-    assert not problems, problems
+    assert not unmissed(walks_of({name: partial(Churning, one) for name, one in configs.items()}, (6, 9, 12), 8), {})

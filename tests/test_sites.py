@@ -24,7 +24,7 @@ from tests.test_compression import decoded
 from tests.test_delivery_log import MODEL, STEPS, table, verdict
 from tests.test_hooks_owner_weights import OVERLAPS, inside_and_after, resume, save_and_go_on
 from tests.test_monitor import drift_real, drift_virtual, flat, only_drift
-from tests.test_virtual import BUCKETS, real_runs, trained, virtual_runs
+from tests.test_virtual import BUCKETS, assert_virtual_is_real, real_runs, trained, virtual_runs
 from tests.tiny_gpt import TinyGPT, build
 from tests.trainer import TINY, train_runs
 
@@ -325,21 +325,10 @@ def test_four_workers_in_two_sites_are_four_ranks_bit_for_bit():
     for name, _, config in chosen:
         # Between turns the buffers of virtual workers hold what owners send, which may not be their weights.
         plain = config.param_send == "plain" and config.param_wire == "raw"
-        assert_same_sites(name, [one[name] for one in real], virtual[name], plain)
+        assert_virtual_is_real(virtual[name], [one[name] for one in real], plain)
         last = virtual[name][-1][2]
         same = all(np.array_equal(last[0][key], last[2][key]) for key in last[0])
         assert same == (config.p_param == 0), name
-
-
-def assert_same_sites(name, real, virtual, plain):
-    for step, (losses, norm, replicas, owners) in enumerate(virtual):
-        for rank, history in enumerate(real):
-            loss, real_norm, replica, real_owners = history[step]
-            assert (losses[rank], norm) == (loss, real_norm), (name, step, rank)
-            for key in replica:
-                np.testing.assert_array_equal(replicas[rank][key], replica[key], f"{name}, step {step}")
-                if plain:
-                    np.testing.assert_array_equal(owners[key], real_owners[key], f"{name}, step {step}")
 
 
 # --- what is saved and recorded ------------------------------------------------------------------------------------
@@ -361,11 +350,10 @@ def test_owner_weights_do_not_disturb_training(overlap, pool):
     expected = [final for final, _ in pool.run(contract.plain, 4, tiny, BOTH, 4)]
     for rank, (seen, final) in enumerate(pool.run(inside_and_after, 4, tiny, BOTH)):
         for before, owners, inside, after in seen:
-            for name in owners:
-                np.testing.assert_array_equal(inside[name], owners[name])
-                np.testing.assert_array_equal(after[name] if before is None else before[name], after[name])
-        for name, value in final.items():
-            np.testing.assert_array_equal(value, expected[rank][name])
+            assert_same(inside, owners)
+            if before is not None:
+                assert_same(before, after)
+        assert_same(final, expected[rank])
 
 
 def log_and_replay(rank, folder, workers=None):

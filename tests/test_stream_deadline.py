@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from benchmarks.lab import Lab, Link
 from megatron_lossy.transport.stream import link
 from megatron_lossy.transport.stream.deadline import Looks, Pace
+from tests.programs import until
 from tests.test_lab import needs_lab
-from tests.test_stream import LONG, UNIT, UNITS, Ranks, until
+from tests.test_stream import LONG, UNIT, UNITS, Ranks
 
 pytestmark = pytest.mark.shows("streams: the automatic deadline cuts tails, as far as the user accepts", device=False)
 

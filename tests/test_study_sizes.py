@@ -45,15 +45,8 @@ def write(folder, monkeypatch, missing=(), unmeasured=()):
         name: {"title": name, "question": "?", "settings": settings | {"hidden-size": width}}
         for name, width in WIDTHS.items()
     }
-    content = {
-        "config": None,
-        "loss-seeds": [1],
-        "seeds": SEEDS,
-        "levels": LEVELS,
-        "metrics": METRICS,
-        "studies": studies,
-    }
-    content["variants"] = {"plain": {}, "lead": {"param-send": "compensated"}}
+    content = {"config": None, "loss-seeds": [1], "seeds": SEEDS, "levels": LEVELS, "metrics": METRICS}
+    content |= {"studies": studies, "variants": {"plain": {}, "lead": {"param-send": "compensated"}}}
     file = folder / "study.yaml"
     file.write_text(json.dumps(content))
     folders = []

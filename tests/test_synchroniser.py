@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_lossy.base.errors import UsageError
 from megatron_lossy.base.exchange import Exchange, Stream
 from megatron_lossy.base.fingerprint import fingerprint, finite
 from megatron_lossy.channel.corruption import make_corruption
@@ -349,27 +348,6 @@ def _staged(rank):
 def test_what_is_elsewhere_is_exchanged_where_the_group_needs_it():
     [(results, given)] = run_ranks(_staged, 1)
     assert results == [1, 7, 1, 7] and given == ["cpu", "cpu", "meta"]
-
-
-EACH = dict(param_sync_interval=1)
-REFUSED = [
-    (dict(param_sync_interval=-1), "--param-sync-interval -1: must be at least 0"),
-    (dict(param_sync_rule="snr"), "--param-sync-rule snr: needs --param-sync-interval"),
-    (dict(param_sync_overlap=True), "--param-sync-overlap on: needs --param-sync-interval"),
-    (EACH | dict(param_sync_rule="often"), "--param-sync-rule often: must be fixed, snr, divergence"),
-    (EACH | dict(param_sync_rule="divergence:0.0"), "--param-sync-rule divergence:0.0: TAU must be a finite number"),
-    (EACH | dict(param_sync_rule="divergence:nan"), "--param-sync-rule divergence:nan: TAU must be"),
-    (EACH | dict(param_sync_rule="snr:0.2"), "--param-sync-rule snr:0.2: must be fixed, snr, divergence or"),
-    (dict(param_sync_interval=5000, param_sync_rule="divergence"), "--param-sync-interval 5000: must be at most 1000"),
-    (dict(replica_check="mend"), "--replica-check mend: must be one of none, log, repair, abort"),
-]
-
-
-@pytest.mark.parametrize(("flags", "line"), REFUSED, ids=lambda value: str(value)[:60])
-def test_what_is_refused(flags, line):
-    with pytest.raises(UsageError) as error:
-        LossyConfig(**flags)
-    assert line in str(error.value) and "\n" not in str(error.value)
 
 
 def test_what_is_done_is_said():

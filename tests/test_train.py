@@ -9,7 +9,6 @@ import math
 import os
 import re
 import signal
-import time
 
 import pytest
 
@@ -20,18 +19,9 @@ from megatron_lossy.lab.train.arguments import configurations, make_parser, read
 from megatron_lossy.lab.train.config import TrainConfig
 from megatron_lossy.lab.train.data import same_everywhere
 from megatron_lossy.lab.train.saved import check_folders
-from tests.programs import Program
-from tests.ranks import RankFailed, run_ranks
-from tests.trainer import (
-    ROOT,
-    TINY,
-    as_flags,
-    checkpoint_bytes,
-    in_iteration,
-    read_records,
-    recorded_losses,
-    train_runs,
-)
+from tests.programs import ROOT, Program, until
+from tests.ranks import RankFailed, logged, run_ranks
+from tests.trainer import TINY, as_flags, checkpoint_bytes, in_iteration, read_records, recorded_losses, train_runs
 
 pytestmark = pytest.mark.shows("the trainer: resumed, overlaps, TP 2, PP 2, SIGTERM, Ctrl-C")
 
@@ -75,10 +65,7 @@ def test_overlap_evaluation_and_saving_change_nothing(data, tmp_path):
     for name, loss in (("lossless", {}), ("lossy", {"p_grad": 0.3, "p_param": 0.3, "eval_weights": "both"})):
         folders = [tmp_path / f"{name} {number}" for number in range(3)]
         busy["save"] = str(tmp_path / f"{name} checkpoints")
-        runs = [
-            base | more | {"metrics_dir": str(f)}
-            for f, more in zip(folders, ({}, overlap, overlap | busy), strict=True)
-        ]
+        runs = [base | more | {"metrics_dir": str(f)} for f, more in zip(folders, ({}, overlap, overlap | busy))]
         run_ranks(train_runs, 2, *((run, loss) for run in runs))
         plain, overlapped, disturbed = ([r["lm loss"] for r in read_records(f, "train")] for f in folders)
         assert plain == overlapped == disturbed
@@ -149,14 +136,9 @@ def test_model_parallel_sizes_agree(data, tmp_path):
 
 def _interrupt(rank: int, config: dict, number: int) -> tuple:
     """Run; rank 1 alone gets signal ``number`` in an iteration. Return the log of megatron-core."""
-    import logging
-
-    logged = []
-    handler = logging.Handler()
-    handler.emit = lambda record: logged.append(record.getMessage())
-    logging.getLogger("megatron").addHandler(handler)
+    told = logged("megatron")
     in_iteration(5, lambda made: os.kill(os.getpid(), number) if rank == 1 and made == 5 else None)
-    return *train_runs(rank, (config, {})), logged
+    return *train_runs(rank, (config, {})), told
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -164,9 +146,9 @@ def test_a_signal_saves_on_all_ranks(data, tmp_path, number):
     # In the middle of a log interval, whose time is another on every rank.
     config = TINY | data | {"save": str(tmp_path / "run"), "train_iters": 50, "log_interval": 10}
     results = run_ranks(_interrupt, 2, config, number)
-    for (summary,), _, logged in results:
+    for (summary,), _, told in results:
         assert summary["iteration"] == 5 and not summary["finished"]
-        assert not [line for line in logged if "common state dict" in line]
+        assert not [line for line in told if "common state dict" in line]
     assert f"exiting on {number.name} at iteration 5" in results[0][1]
     assert latest_iteration(tmp_path / "run") == 5
 
@@ -180,10 +162,7 @@ def _interrupt_twice(rank: int, config: dict) -> None:
 def test_ctrl_c_saves_and_once_more_ends_at_once(data, tmp_path):
     config = TINY | data | {"save": str(tmp_path / "once"), "train_iters": 10**5, "eval_iters": 0}
     program = Program("megatron_lossy.train", *as_flags(config))
-    deadline = time.monotonic() + 60
-    while "iteration        2/" not in program.printed():
-        assert program.poll() is None and time.monotonic() < deadline, program.printed()
-        time.sleep(0.01)
+    until(lambda: "iteration        2/" in program.printed(), program)
     program.send_signal(signal.SIGINT)
     stdout, stderr = program.communicate()
     assert (program.returncode, stderr) == (0, "")
@@ -253,15 +232,7 @@ def test_older_checkpoints_are_removed_and_nothing_else(tmp_path):
     """Not the one just saved, nor later ones, nor those that another run or program has put there."""
     from megatron_lossy.lab.train.checkpoint import _remove_older
 
-    names = (
-        "iter_0000002",
-        "iter_0000003",
-        "iter_0000004",
-        "iter_0000006",
-        "iter_0000040",
-        "iter_0000008.tmp",
-        "other",
-    )
+    names = [*(f"iter_{number:07}" for number in (2, 3, 4, 6, 40)), "iter_0000008.tmp", "other"]
     for name in names:
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").touch()
@@ -282,10 +253,8 @@ def test_what_changes_with_a_checkpoint_of_another_run_is_said(data, tmp_path):
     again = config | {"load": str(tmp_path / "first")}
     (summaries, output), *_ = run_ranks(train_runs, 2, (config, {}), (other, {"p_grad": 0.1}), (again, {}))
     assert [summary["iteration"] for summary in summaries] == [2, 3, 2]
-    assert (
-        "loss: none, the exchanges are Megatron's own | data-parallel ranks 2, over gloo, on cpu | 0.064 epochs"
-        in output
-    )
+    said = "loss: none, the exchanges are Megatron's own | data-parallel ranks 2, over gloo, on cpu | 0.064 epochs"
+    assert said in output
     said = "--train-iters was 2 there and is 3 here; --lr was 0.01 there and is 0.02 here; --p-grad was 0.0 there and "
     assert f"--load {tmp_path / 'first'}: goes on with other settings: {said}" in output
     assert output.count("other settings") == 1 and "; the data had other contents\n" in output
@@ -305,7 +274,7 @@ def test_a_finished_run_goes_on_as_if_it_had_been_longer(data, tmp_path):
     assert recorded_losses(tmp_path / "whole") == recorded_losses(tmp_path / "longer")
     assert checkpoint_bytes(tmp_path / "whole", 12) == checkpoint_bytes(tmp_path / "longer", 12)
     for more in ({"train_iters": 16, "lr": 0.02}, {"train_iters": 16, "lr_decay_iters": 5}, {"train_iters": 40}):
-        [said] = run_ranks(_refused, 1, config | again | more)
+        [said] = run_ranks(refused, 1, config | again | more)
         assert "holds another run (--train-iters was 12 there" in said
 
 
@@ -335,9 +304,9 @@ def test_diverged_run_keeps_its_checkpoint(data, tmp_path):
     assert records == [(2, False), (3, True)]
 
 
-def _refused(rank: int, config: dict) -> str:
+def refused(rank: int, config: dict, loss: dict | None = None) -> str:
     with pytest.raises(UsageError) as caught:
-        train_runs(rank, (config, {}))
+        train_runs(rank, (config, loss or {}))
     return str(caught.value)
 
 
@@ -374,7 +343,7 @@ def test_folders_of_other_runs_are_refused(data, tmp_path):
     check_folders(TrainConfig(**config | fresh | {"lr": 2e-2}), LossyConfig())
     (run / "latest_checkpointed_iteration.txt").write_text("7")
     assert "names '7', which is no checkpoint" in refusal(load=str(run))
-    (error,) = run_ranks(_refused, 1, config)
+    (error,) = run_ranks(refused, 1, config)
     assert "holds a run with these settings" in error
     assert (run / "metrics.jsonl").read_bytes() == before
 

@@ -223,10 +223,8 @@ def test_killed_ranks_continue_bit_for_bit(size, data, tmp_path):
     chance, seconds = random.Random(1), sum(record["seconds"] for record in read_records(once, "train"))
     happened = []
     for pattern in ("iter_*.tmp", None, "iter_*[0-9]"):
-        ranks, at = (
-            start_ranks("megatron_lossy.train", *flags, ranks=size),
-            time.monotonic() + chance.uniform(0, 1 + seconds),
-        )
+        ranks = start_ranks("megatron_lossy.train", *flags, ranks=size)
+        at = time.monotonic() + chance.uniform(0, 1 + seconds)
         reached = new_folder(often, pattern) if pattern else lambda at=at: time.monotonic() > at
         happened.append(kill_one(ranks, chance, reached, together=pattern is None))
     done = run_program("megatron_lossy.train", *flags, ranks=size)

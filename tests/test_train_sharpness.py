@@ -25,18 +25,8 @@ pytestmark = pytest.mark.shows("`--sharpness-interval`: against known and dense 
 
 VIRTUAL = TINY | {"virtual_workers": 4, "log_interval": 1}
 #: A model so small that its Hessian can be written out.
-SMALL = TINY | dict(
-    num_layers=1,
-    hidden_size=8,
-    ffn_hidden_size=8,
-    num_attention_heads=2,
-    num_query_groups=1,
-    seq_length=8,
-    make_vocab_size_divisible_by=1,
-    virtual_workers=4,
-    hidden_dropout=0.1,
-    data="stdlib",
-)
+SMALL = TINY | {"num_layers": 1, "hidden_size": 8, "ffn_hidden_size": 8, "num_attention_heads": 2, "seq_length": 8}
+SMALL |= {"num_query_groups": 1, "make_vocab_size_divisible_by": 1, "virtual_workers": 4, "data": "stdlib"}
 VOCABULARY = 12
 
 
@@ -179,7 +169,9 @@ def test_a_model_against_its_dense_hessian():
     assert found["largest lr x sharpness"] == pytest.approx(stability_limit(0.8, lag))
 
 
-LEAD = {"p_grad": 0.4, "p_param": 0.4, "loss_unit": "packet", "packet_bytes": 256, "param_send": "compensated"}
+PACKETS = {"loss_unit": "packet", "packet_bytes": 256}
+LEAD = PACKETS | {"p_grad": 0.4, "p_param": 0.4, "param_send": "compensated"}
+CODES = {"packet_bytes": 264, "grad_wire": "int8", "param_wire": "int8"}
 
 
 @pytest.mark.parametrize(
@@ -187,14 +179,8 @@ LEAD = {"p_grad": 0.4, "p_param": 0.4, "loss_unit": "packet", "packet_bytes": 25
     [
         ({}, {}),
         ({}, LEAD | {"eval_weights": "both"}),
-        (
-            {"optimizer": "nadam", "calculate_per_token_loss": True},
-            LEAD | {"packet_bytes": 264, "grad_wire": "int8", "param_wire": "int8", "drift_interval": 2},
-        ),
-        (
-            {"optimizer": "sgd", "share_embeddings_and_output_weights": True},
-            {"p_param": 0.3, "loss_unit": "packet", "packet_bytes": 256},
-        ),
+        ({"optimizer": "nadam", "calculate_per_token_loss": True}, LEAD | CODES | {"drift_interval": 2}),
+        ({"optimizer": "sgd", "share_embeddings_and_output_weights": True}, PACKETS | {"p_param": 0.3}),
     ],
     ids=["no loss", "lead", "codes", "sgd"],
 )

@@ -3,7 +3,6 @@
 import contextlib
 import io
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,11 +12,12 @@ from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.lab.virtual.in_memory import LossyWorkers
 from megatron_lossy.transport import BucketSpec, LossyGroup, lossy_all_gather, lossy_reduce_scatter
+from tests.programs import ROOT
 from tests.ranks import each, run_ranks
+from tests.rules import assert_same
 
 pytestmark = pytest.mark.shows("all ranks in one process are two ranks, bit for bit")
 
-ROOT = Path(__file__).parents[1]
 SHARDS, STEPS = (50, 7), 8
 PACKETS = {"loss_unit": "packet", "packet_bytes": 16}
 BURSTS = {"loss_model": ("gilbert-elliott:3",)}
@@ -100,13 +100,8 @@ def test_two_workers_are_two_ranks_bit_for_bit(dtype):
     ranks = run_ranks(each, 2, real, calls)
     for number, config in enumerate(configs):
         both = simulated(2, config, dtype, False)
-        for step in range(STEPS):
-            for rank in range(2):
-                for bucket in range(len(SHARDS)):
-                    expected = ranks[rank][number][step][bucket]
-                    np.testing.assert_array_equal(
-                        both[step][rank][bucket], expected, f"{config} {step} {rank} {bucket}"
-                    )
+        for rank in range(2):
+            assert_same([workers[rank] for workers in both], ranks[rank][number], str(config))
 
 
 def test_a_mean_of_three():

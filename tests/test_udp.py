@@ -5,17 +5,15 @@ import dataclasses
 import numpy as np
 import pytest
 
-from megatron_lossy import hooks
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.delivery_log.reader import DeliveryLogFolder
-from megatron_lossy.lab.virtual import VirtualCluster
 from tests import contract
 from tests.ranks import run_ranks
 from tests.rules import assert_same
 from tests.test_hooks import BOTH, FEW_SETTINGS, OVERLAPS, RULES, SETTINGS, contract_holds
-from tests.test_transport import STEPS, exchange_grads, gather_params
-from tests.test_virtual import real_runs
-from tests.tiny_gpt import TinyGPT, build
+from tests.test_transport import exchange_grads, gather_params
+from tests.test_virtual import assert_virtual_is_real, real_runs, trained
+from tests.tiny_gpt import TinyGPT
 
 pytestmark = pytest.mark.shows(
     "over UDP drawn losses give what pieces give, in every setting",
@@ -41,10 +39,7 @@ def test_the_public_collectives_give_what_pieces_give(size, network, flags, pool
         for exchange in (exchange_grads, gather_params) if rule == "renormalize" else (exchange_grads,):
             mine = pool.run(exchange, size, size, config, shards, rule != "zero")
             theirs = pool.run(exchange, size, size, pieces, shards, True)
-            for rank in range(size):
-                for step in range(STEPS):
-                    for bucket in range(len(shards)):
-                        np.testing.assert_array_equal(mine[rank][step][bucket], theirs[rank][step][bucket])
+            assert_same(mine, theirs)
 
 
 @over_networks
@@ -58,10 +53,7 @@ def test_every_setting_of_megatron(name, network, pool):
 
 @pytest.mark.on_cuda
 @pytest.mark.shows("UDP and TCP: every rule and overlap as pieces")
-@pytest.mark.parametrize(
-    "name",
-    ["compensated", *(pytest.param(rule, marks=pytest.mark.slow) for rule in RULES)],
-)
+@pytest.mark.parametrize("name", ["compensated", *(pytest.param(rule, marks=pytest.mark.slow) for rule in RULES)])
 @over_networks
 def test_every_rule_and_overlap_gives_what_pieces_give(name, network, pool):
     flags = {"param_send": "compensated:0.6"} if name == "compensated" else {"grad_recovery": name}
@@ -92,21 +84,6 @@ HURRIED = LossyConfig(transport="udp", packet_bytes=256, udp_deadline="0.3")
 HURRIED_STREAM = LossyConfig(transport="stream", packet_bytes=256, udp_deadline="0.3")
 
 
-def final_weights(rank, tiny, config, steps, workers=None):
-    """Replica and owners' weights after each step, and loss."""
-    lossy = VirtualCluster(config, workers) if workers else hooks.install(config, steps=steps)
-    run = build(tiny, lossy) if workers else build(tiny)
-    history = []
-    for step in range(steps):
-        told = run.step(step)
-        if tiny.overlap_param_gather and not workers:
-            run.gather()
-        replicas = run.all_replica_buffers() if workers else run.replica_buffers()
-        history.append((told["loss"], replicas, run.replica_buffers() if workers else run.owner_buffers()))
-    lossy.uninstall()
-    return history
-
-
 def assert_replayed(pool, folder, tiny, first, **flags):
     """``first``, in which the network lost units of both phases, is replayed by ranks that exchange pieces and by virtual workers."""
     lost = {"grad": 0, "param": 0}
@@ -117,15 +94,9 @@ def assert_replayed(pool, folder, tiny, first, **flags):
                 lost[phase] += int(rows.lost[rows.phase == phase].sum())
     assert lost["grad"] and lost["param"], lost
     config = LossyConfig(transport="pieces", loss_model=("trace",), trace=str(folder), loss_unit="packet", **flags)
-    again = pool.run(final_weights, 2, tiny, config, len(first[0]))
-    [virtual] = pool.run(final_weights, 1, tiny, config, len(first[0]), 2)
-    for rank in range(2):
-        for step, (loss, replica, owned) in enumerate(first[rank]):
-            assert again[rank][step][0] == loss == virtual[step][0][rank]
-            for key in replica:
-                np.testing.assert_array_equal(again[rank][step][1][key], replica[key])
-                np.testing.assert_array_equal(again[rank][step][2][key], owned[key])
-                np.testing.assert_array_equal(virtual[step][1][rank][key], replica[key])
+    assert_same(pool.run(trained, 2, tiny, config, len(first[0])), first)
+    [virtual] = pool.run(trained, 1, tiny, config, len(first[0]), 2)
+    assert_virtual_is_real(virtual, first)
 
 
 @pytest.mark.parametrize(
@@ -139,20 +110,18 @@ def assert_replayed(pool, folder, tiny, first, **flags):
 def test_what_was_lost_is_replayed_bit_for_bit(overlap, rule, hurried, tmp_path, pool):
     tiny, steps = TinyGPT(dtype="bf16", **OVERLAPS[overlap]), 5
     config = dataclasses.replace(hurried, grad_recovery=rule, delivery_log=str(tmp_path / "log"))
-    first = pool.run(final_weights, 2, tiny, config, steps)
+    first = pool.run(trained, 2, tiny, config, steps)
     assert_replayed(pool, tmp_path / "log", tiny, first, packet_bytes=256, grad_recovery=rule)
 
 
 def lost_of_each_source(rank, config):
-    lossy = hooks.install(config)
-    run = build(TinyGPT(bucket_size=3000))
     lost = np.zeros(4, dtype=int)
-    for step in range(6):
-        run.step(step)
-        for group in lossy.groups:
-            for phase in ("grad", "param"):
-                lost += (~group.delivery(phase, step).arrived[0]).sum(axis=1)
-    lossy.uninstall()
+    with contract.made(TinyGPT(bucket_size=3000), config) as (run, lossy):
+        for step in range(6):
+            run.step(step)
+            for group in lossy.groups:
+                for phase in ("grad", "param"):
+                    lost += (~group.delivery(phase, step).arrived[0]).sum(axis=1)
     return lost
 
 

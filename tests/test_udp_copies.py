@@ -1,5 +1,6 @@
 """Packets that are sent several times: their order, what is drawn, what a network loses, and what is recorded."""
 
+import contextlib
 import dataclasses
 import itertools
 import threading
@@ -20,9 +21,9 @@ from megatron_lossy.run.monitor.drift import predicted
 from megatron_lossy.transport import BucketSpec
 from megatron_lossy.transport.udp import Channel
 from tests.ranks import run_ranks
-from tests.rules import delivered
-from tests.test_transport import STEPS, exchange_grads, gather_params
-from tests.trainer import TINY, recorded_losses, train_runs, write_data
+from tests.rules import assert_same, delivered
+from tests.test_transport import exchange_grads, gather_params
+from tests.trainer import TINY, recorded_losses, train_runs
 from tests.udp_packet import DATA, END
 from tests.udp_world import SECOND, Node, fields_of
 
@@ -86,13 +87,10 @@ def test_with_drawn_losses_it_is_pieces(copies, pool):
     once = dataclasses.replace(pieces, packet_copies=(1,))
     for exchange in (exchange_grads, gather_params):
         mine, theirs, other = (pool.run(exchange, 3, 3, one, [500, 50], True) for one in (config, pieces, once))
-        differs = False
-        for rank in range(3):
-            for step in range(STEPS):
-                for bucket in range(2):
-                    np.testing.assert_array_equal(mine[rank][step][bucket], theirs[rank][step][bucket])
-                    differs |= not np.array_equal(mine[rank][step][bucket], other[rank][step][bucket])
-        assert differs == (copies != (1, 3) or exchange is gather_params)
+        assert_same(mine, theirs)
+        differ = copies != (1, 3) or exchange is gather_params
+        with pytest.raises(AssertionError) if differ else contextlib.nullcontext():
+            assert_same(mine, other)
 
 
 def channel_of(node, units):
@@ -142,13 +140,9 @@ def test_bytes_that_cross_are_counted_with_all_copies():
     assert group.wire.shard_bytes == {"grad": 2 * 500 * 4, "param": 3 * 500 * 4}
 
 
-def test_what_came_in_the_end_is_recorded_and_replayed(tmp_path):
+def test_what_came_in_the_end_is_recorded_and_replayed(data, tmp_path):
     """Digests are drawn again with all copies; a replay sends none of its own."""
-    run_ranks(write_data, 1, str(tmp_path))
-    base = TINY | {
-        "data_path": (str(tmp_path / "train"),), "valid_data_path": (str(tmp_path / "valid"),), "train_iters": 4,
-        "log_interval": 1, "virtual_workers": 3, "global_batch_size": 6,
-    }  # fmt: skip
+    base = TINY | data | {"train_iters": 4, "log_interval": 1, "virtual_workers": 3, "global_batch_size": 6}
     loss = {"loss_unit": "packet", "packet_bytes": 256, "packet_copies": (2, 3)}
     log = str(tmp_path / "log")
     first = (base | {"save": str(tmp_path / "a")}, loss | {"p_grad": 0.6, "p_param": 0.6, "delivery_log": log})

@@ -23,6 +23,7 @@ from megatron_lossy.transport.address import find_address
 from megatron_lossy.transport.udp import Engine, PeerLost, Settings, session
 from megatron_lossy.transport.udp.engine import charge, windows
 from megatron_lossy.transport.udp.library import load
+from tests.programs import until
 from tests.udp_packet import DATA, encode
 
 pytestmark = pytest.mark.shows(
@@ -207,10 +208,7 @@ def test_what_comes_early_over_all_channels_is_within_the_memory():
     with Ranks(2, names=names, memory=1 << 20) as ranks:
         for name in names:
             ranks.send(0, "grad", 0, 0, name)
-        until = time.monotonic() + 30
-        while not sum(ranks.channels[name][1].counters()[0]["early_dropped"] for name in names):
-            assert time.monotonic() < until
-            time.sleep(0.01)
+        until(lambda: sum(ranks.channels[name][1].counters()[0]["early_dropped"] for name in names))
         time.sleep(0.2)
         assert (1 << 19) < ranks.engines[1].counters()["early_most"] <= 1 << 20
 
@@ -426,10 +424,9 @@ def _process(rank, size, folder, steps, pause, results):
             lost = 0
             for step in range(steps):
                 data, pieces = np.full((size, shard), rank + 1, np.uint8), np.zeros((size, shard), np.uint8)
-                transfer = channel.post(
-                    "grad", step, 0, [None if r == rank else pieces[r].ctypes.data for r in range(size)]
-                )
-                channel.send("grad", step, 0, [None if r == rank else data[r].ctypes.data for r in range(size)])
+                into, out = ([None if r == rank else one[r].ctypes.data for r in range(size)] for one in (pieces, data))
+                transfer = channel.post("grad", step, 0, into)
+                channel.send("grad", step, 0, out)
                 arrived = transfer.wait(60)
                 transfer.sent(60)
                 lost += int((~arrived).sum())

@@ -16,9 +16,7 @@ HERE = Path(__file__).parent
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """Run a driver of this folder with the engine inside; return its last line."""
-    compiler = native.compiler()
-    if compiler is None:
-        pytest.skip("no C compiler")
+    compiler = native.compiler() or pytest.skip("no C compiler")
     folder = tmp_path_factory.mktemp("fuzz")
 
     def run(driver, *arguments):

@@ -23,6 +23,7 @@ from megatron_lossy.transport import BucketSpec, LossyGroup
 from megatron_lossy.transport.udp import Engine, PeerLost, Settings
 from megatron_lossy.transport.udp.engine import windows
 from megatron_lossy.transport.udp.library import load
+from tests.programs import until
 from tests.ranks import run_ranks
 from tests.rules import reduce
 from tests.test_udp_engine import UNIT, Ranks, Store, in_threads, store_in
@@ -34,10 +35,18 @@ NEEDS_RAW = pytest.mark.skipif(
 )
 
 
+BEGIN = """
+import os, sys, time
+from megatron_lossy.base import native
+from megatron_lossy.transport.udp import Engine, Settings
+from tests.test_udp_engine import Store, in_threads, store_in
+"""
+
+
 def run_program(text, **environment):
     """A program of its own: what it touches after the end of memory kills it, not the tests."""
     return subprocess.run(
-        [sys.executable, "-c", text], capture_output=True, text=True, timeout=120, env=os.environ | environment
+        [sys.executable, "-c", BEGIN + text], capture_output=True, text=True, timeout=120, env=os.environ | environment
     )
 
 
@@ -169,10 +178,6 @@ def test_who_waits_sleeps_in_the_engine():
 # ---- Fork ----
 
 FORKS = """
-import os, sys, time
-from megatron_lossy.base import native
-from megatron_lossy.transport.udp import Engine, Settings
-from tests.test_udp_engine import Store, in_threads
 store, engines = Store(), [Engine(Settings(), "127.0.0.1") for _ in range(2)]
 channels = in_threads(2, lambda r: engines[r].open("x", r, 2, store, "p", {"grad": [(1000, 100)]}))
 
@@ -204,10 +209,6 @@ def test_a_forked_child_ends_and_holds_no_socket():
 def test_a_killed_rank_is_noticed_though_its_child_lives(tmp_path):
     """A data loader's worker that outlives it must not keep its port open."""
     program = """
-import os, sys, time
-from megatron_lossy.base import native
-from megatron_lossy.transport.udp import Engine, Settings
-from tests.test_udp_engine import store_in
 engine = Engine(Settings(), "127.0.0.1")
 channel = engine.open("x", 1, 2, store_in(sys.argv[1]), "p", {"grad": [(1000, 100)]})
 child = os.fork()
@@ -218,7 +219,7 @@ print(child, flush=True)
 time.sleep(60)
 """
     with Engine(Settings(peer_timeout=300), "127.0.0.1") as engine:
-        other = subprocess.Popen([sys.executable, "-c", program, tmp_path], stdout=subprocess.PIPE, text=True)
+        other = subprocess.Popen([sys.executable, "-c", BEGIN + program, tmp_path], stdout=subprocess.PIPE, text=True)
         try:
             channel = engine.open("x", 0, 2, store_in(tmp_path), "p", {"grad": [(1000, 100)]})
             child = int(other.stdout.readline())
@@ -313,9 +314,7 @@ int main(void)
 
 def run_c(folder, text):
     """The exit status of a C program that includes the engine as ``{source}``."""
-    compiler = native.compiler()
-    if compiler is None:
-        pytest.skip("no C compiler")
+    compiler = native.compiler() or pytest.skip("no C compiler")
     source, program = folder / "program.c", folder / "program"
     source.write_text(text.format(source=native.ENGINE.source))
     subprocess.run([compiler, "-std=gnu11", "-O1", "-pthread", "-o", program, source, "-ldl", "-lm"], check=True)
@@ -406,9 +405,6 @@ ssize_t sendmsg(int fd, const struct msghdr *message, int flags) /* a control me
 """
 EXCHANGE = """
 import numpy as np
-from megatron_lossy.base import native
-from megatron_lossy.transport.udp import Engine, Settings
-from tests.test_udp_engine import Store, in_threads
 store, engines = Store(), [Engine(Settings(), "127.0.0.1") for _ in range(2)]
 channels = in_threads(2, lambda r: engines[r].open("x", r, 2, store, "p", {"grad": [(1408 * 200, 1408)]}))
 sent, came = np.ones(1408 * 200, np.uint8), np.zeros(1408 * 200, np.uint8)
@@ -454,14 +450,12 @@ def test_all_channels_together_promise_the_buffer_once():
         promised = engines[0].windows()
         assert promised == windows(engines[0].granted, engines[0].datagram, 4)
         # And the others learn of it, whichever channel they saw first.
-        until = time.monotonic() + 20
-        while time.monotonic() < until:
+
+        def seen():
             told = [channels[name, rank].rates() for name, rank in channels if rank]
-            seen = [(rates[0]["window"], rates[0]["limit"]) for rates in told if 0 in rates]
-            if seen == [promised] * len(seen):
-                break
-            time.sleep(0.05)
-        assert seen == [promised] * len(seen) and len(seen) == 6
+            return [(rates[0]["window"], rates[0]["limit"]) for rates in told if 0 in rates]
+
+        until(lambda: seen() == [promised] * 6)
         in_threads(5, lambda rank: [c.close(0.0) for (name, r), c in channels.items() if name == "b" and r == rank])
         assert (
             engines[0].windows() == windows(engines[0].granted, engines[0].datagram, 3)

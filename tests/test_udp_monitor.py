@@ -6,13 +6,13 @@ import dataclasses
 import numpy as np
 import pytest
 
-from megatron_lossy import hooks
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.lab.report.scalars import AXES
 from megatron_lossy.transport.ends import close_ends
 from megatron_lossy.transport.monitor import DatagramMonitor, StreamMonitor
+from tests.contract import made
 from tests.ranks import run_ranks
-from tests.tiny_gpt import TinyGPT, build
+from tests.tiny_gpt import TinyGPT
 
 pytestmark = pytest.mark.shows("metrics of datagrams, and what can be mended is said", device=False)
 
@@ -54,17 +54,16 @@ def test_what_can_be_mended_is_said(change, iterations, reasons):
 
 
 def measured(rank, config, overlap=True):
-    lossy = hooks.install(config)
-    run = build(TinyGPT(overlap_param_gather=overlap, overlap_grad_reduce=overlap, bucket_size=3000))
-    for step in range(3):
-        run.step(step)
-    first = lossy.metrics()
-    run.step(3)
-    second = lossy.metrics()
-    kind = StreamMonitor if config.transport == "stream" else DatagramMonitor
-    monitor = kind(lambda: [group.wire for group in lossy.groups], rank)
-    lines = monitor.summary()
-    lossy.uninstall()
+    tiny = TinyGPT(overlap_param_gather=overlap, overlap_grad_reduce=overlap, bucket_size=3000)
+    with made(tiny, config) as (run, lossy):
+        for step in range(3):
+            run.step(step)
+        first = lossy.metrics()
+        run.step(3)
+        second = lossy.metrics()
+        kind = StreamMonitor if config.transport == "stream" else DatagramMonitor
+        monitor = kind(lambda: [group.wire for group in lossy.groups], rank)
+        lines = monitor.summary()
     close_ends()  # before or after the record of a run, when a program ends
     assert len(monitor.summary()) == len(lines)
     return first, second, lines

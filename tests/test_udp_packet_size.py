@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -23,13 +22,12 @@ from megatron_lossy.config.transport import UDP_PACKET_BYTES, UDP_PACKETS
 from megatron_lossy.delivery_log.reader import DeliveryLogFolder
 from megatron_lossy.transport.udp import packet_size
 from megatron_lossy.transport.udp.packet_size import candidates, longest
-from tests.programs import run_program
+from tests.programs import ROOT, run_program
 from tests.test_lab import needs_lab
-from tests.trainer import TINY, as_flags, read_records, write_data
+from tests.trainer import TINY, as_flags, read_records
 
 pytestmark = pytest.mark.shows("datagrams: packets as long as all paths carry", device=False)
 
-ROOT = Path(__file__).parents[1]
 AUTO = {"transport": "udp", "packet_bytes": "auto"}
 #: Header and tag of a datagram, and those of UDP and IP.
 HEADERS = {4: 28 + 16 + 28, 6: 28 + 16 + 48}
@@ -69,17 +67,7 @@ def agree(lab, nodes):
     """The statuses with which the doctors of ranks on ``nodes`` end, and what they say."""
     common = {"WORLD_SIZE": str(len(nodes)), "MASTER_ADDR": lab.address(0), "MASTER_PORT": "29500"}
     common |= {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lab0"}
-    words = [
-        "-m",
-        "megatron_lossy",
-        "doctor",
-        "--transport",
-        "udp",
-        "--udp-interface",
-        "lab0",
-        "--packet-bytes",
-        "auto",
-    ]
+    words = ["-m", "megatron_lossy", "doctor", "--transport=udp", "--udp-interface=lab0", "--packet-bytes=auto"]
     ranks = [
         lab.start(
             node,
@@ -141,10 +129,8 @@ def under_torchrun(module, *arguments, ranks):
         pytest.param(under_torchrun, marks=pytest.mark.slow, id="a store of torchrun"),
     ],
 )
-def test_a_run_is_one_with_the_number(run, tmp_path):
+def test_a_run_is_one_with_the_number(run, data, tmp_path):
     """Its description, its log, its folder and its replay have the number; with another one it does not go on."""
-    write_data(0, str(tmp_path))
-    data = {"data_path": (str(tmp_path / "train"),), "valid_data_path": (str(tmp_path / "valid"),)}
     udp = {"transport": "udp", "p_grad": 0.3, "p_param": 0.3, "delivery_log": str(tmp_path / "log")}
     folders = {name: str(tmp_path / "run") for name in ("save", "metrics_dir")} | {"save_interval": 8}
 

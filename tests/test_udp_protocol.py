@@ -14,24 +14,10 @@ from megatron_lossy.transport.udp.library import RULES, SECOND
 from tests import udp_packet as packet
 from tests import udp_world
 from tests.udp_models import Source
-from tests.udp_packet import (
-    ALIVE,
-    ASK,
-    CODES,
-    DATA,
-    END,
-    NACK,
-    PROBE,
-    READY,
-    REPORT,
-    encode,
-)
+from tests.udp_packet import ALIVE, ASK, CODES, DATA, END, NACK, PROBE, READY, REPORT, encode
 from tests.udp_world import CHANNEL, MS, Node, World, fields_of, load
 
-pytestmark = pytest.mark.shows(
-    "codec, cipher, completion and rate against their models in every order",
-    device=False,
-)
+pytestmark = pytest.mark.shows("codec, cipher, completion and rate against their models in every order", device=False)
 
 UNIT = 64
 BUCKETS = {"grad": [(10 * UNIT - 7, UNIT), (3 * UNIT, UNIT)], "param": [(5 * UNIT, UNIT)]}
@@ -202,9 +188,7 @@ def test_what_is_sealed_is_opened_and_nothing_else_is():
 @pytest.fixture(scope="module")
 def short_epochs(tmp_path_factory):
     """An engine whose keys change with each 32 datagrams."""
-    compiler = native.compiler()
-    if compiler is None:
-        pytest.skip("no C compiler")
+    compiler = native.compiler() or pytest.skip("no C compiler")
     path = tmp_path_factory.mktemp("engine") / "short.so"
     udp_world.HOOKED.compile(compiler, path, ["-DEPOCH_BITS=5"])
     return udp_world.declared(path)

@@ -21,10 +21,10 @@ from tests.in_lab import telescopes
 from tests.ranks import run_ranks
 from tests.rules import assert_same
 from tests.test_hooks import BOTH, OVERLAPS, RULES, SETTINGS
-from tests.test_udp import HURRIED, assert_replayed, final_weights
+from tests.test_udp import HURRIED, assert_replayed
 from tests.test_udp_feedback import HURRIED as HURRIED_FEEDBACK
 from tests.test_udp_feedback import skips_some
-from tests.test_virtual import real_runs
+from tests.test_virtual import real_runs, trained
 from tests.tiny_gpt import TinyGPT
 
 pytestmark = pytest.mark.shows("over UDP a bucket in windows gives the same values")
@@ -105,7 +105,7 @@ def test_ranks_of_a_node_exchange_beside_the_windows(pool):
 def test_what_was_lost_in_windows_is_replayed_bit_for_bit(tmp_path, pool):
     tiny, steps = TinyGPT(dtype="bf16", **OVERLAPS["both"]), 5
     config = dataclasses.replace(HURRIED, delivery_log=str(tmp_path / "log"), **LITTLE)
-    first = run_ranks(as_on_a_device, 2, final_weights, tiny, config, steps)
+    first = run_ranks(as_on_a_device, 2, trained, tiny, config, steps)
     assert_replayed(pool, tmp_path / "log", tiny, first, packet_bytes=256)
 
 

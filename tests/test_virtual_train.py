@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron_lossy.base.checkpoints import latest_iteration
-from megatron_lossy.base.errors import UsageError
 from tests.ranks import RankFailed, run_ranks
+from tests.test_train import refused
 from tests.trainer import TINY, checkpoint_bytes, in_iteration, read_records, recorded_losses, train_runs, weights_of
 
 pytestmark = pytest.mark.shows("virtual workers in the trainer: as ranks, killed, resumed, 1 to 64")
@@ -126,12 +126,6 @@ def test_resumed_without_replicas_as_ranks_are(data, tmp_path):
     assert not (folders["virtual"] / "iter_0000008/lossy_replicas").exists()
 
 
-def refusal(rank: int, config: dict, loss: dict) -> str:
-    with pytest.raises(UsageError) as caught:
-        train_runs(rank, (config, loss))
-    return str(caught.value)
-
-
 def test_replicas_of_other_runs_are_refused(data, tmp_path):
     run = tmp_path / "run"
     loss = LOSS | {"save_replicas": True}
@@ -141,14 +135,14 @@ def test_replicas_of_other_runs_are_refused(data, tmp_path):
     folder = run / "iter_0000002"
 
     hint = "without the flag all replicas begin equal"
-    [text] = run_ranks(refusal, 1, base | {"virtual_workers": 2}, loss)
+    [text] = run_ranks(refused, 1, base | {"virtual_workers": 2}, loss)
     assert text == f"--save-replicas with {folder}: workers was 4 there and is 2 here; {hint}"
-    [text] = run_ranks(refusal, 1, base | {"virtual_workers": 4}, loss | {"grad_recovery": "previous"})
+    [text] = run_ranks(refused, 1, base | {"virtual_workers": 4}, loss | {"grad_recovery": "previous"})
     assert text == f"--save-replicas with {folder}: --grad-recovery was renormalize there and is previous here; {hint}"
-    for text in run_ranks(refusal, 2, base, loss):
+    for text in run_ranks(refused, 2, base, loss):
         assert text.startswith(f"--save-replicas {folder}/lossy_replicas/rank_0000") and "is missing" in text
     (folder / "lossy_replicas" / "virtual.pt").unlink()
-    [text] = run_ranks(refusal, 1, base | {"virtual_workers": 4}, loss)
+    [text] = run_ranks(refused, 1, base | {"virtual_workers": 4}, loss)
     assert text.startswith(f"--save-replicas with {folder}: that checkpoint has no replicas of virtual workers")
 
 

@@ -15,24 +15,12 @@ from megatron_lossy.lab.train.config import TrainConfig
 
 ROOT = Path(__file__).parents[1]
 
-#: Settings of :class:`TrainConfig` but the data.
-TINY = dict(
-    num_layers=2,
-    hidden_size=64,  # no parameter needs padding, which is saved uninitialised and could not be compared
-    ffn_hidden_size=64,
-    num_attention_heads=4,
-    num_query_groups=2,
-    seq_length=32,
-    micro_batch_size=2,
-    global_batch_size=8,
-    train_iters=8,
-    lr=1e-2,
-    lr_warmup_iters=2,
-    hidden_dropout=0.1,
-    eval_interval=4,
-    eval_iters=2,
-    log_interval=2,
-)
+#: Settings of :class:`TrainConfig` but the data. With this hidden size no parameter needs padding, which is saved
+#: uninitialised and could not be compared.
+TINY = {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 2}
+TINY |= {"seq_length": 32, "micro_batch_size": 2, "global_batch_size": 8, "train_iters": 8}
+TINY |= {"lr": 1e-2, "lr_warmup_iters": 2, "hidden_dropout": 0.1}
+TINY |= {"eval_interval": 4, "eval_iters": 2, "log_interval": 2}
 
 
 def write_data(rank: int, folder: str) -> None:

@@ -20,14 +20,8 @@ from megatron_lossy.base.native import cache_folder
 
 SOURCES = Path(__file__).with_name("csrc")
 NAME = "_impostor"
-FLAGS = (
-    "-O1",
-    "-fPIC",
-    "-shared",
-    "-fvisibility=hidden",
-    "-DUSE_DISTRIBUTED",
-    "-DUSE_C10D",
-    f"-DTORCH_EXTENSION_NAME={NAME}",
+FLAGS = tuple(
+    f"-O1 -fPIC -shared -fvisibility=hidden -DUSE_DISTRIBUTED -DUSE_C10D -DTORCH_EXTENSION_NAME={NAME}".split()
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any, NamedTuple
@@ -78,16 +79,9 @@ def exchange(
         begin(step)
         with _aside(device):
             grads.copy_(torch.randint(-9, 10, (size * shard,), generator=random).to(case.dtype))
-            transfer = reduce(
-                group,
-                0,
-                grads,
-                out,
-                step,
-                lambda: reduce_scatter_single(out, grads, async_op=True),
-                loss_scale=lambda: scale,
-                gapless=scale is None,
-            )
+            how = {"loss_scale": lambda: scale, "gapless": scale is None}
+            torchs = lambda: reduce_scatter_single(out, grads, async_op=True)
+            transfer = reduce(group, 0, grads, out, step, torchs, **how)
         transfer.wait()
         group.finish_step(step, True)
         own.add_(out)
@@ -162,15 +156,8 @@ def kernels(rank: int, size: int, some: list[Case], packet_bytes: int) -> list[i
         if not dist_made:
             dist.init_process_group("cpu:gloo,cuda:nccl")
             dist_made = True
-        exchange(
-            rank,
-            size,
-            case,
-            "cuda",
-            packet_bytes,
-            begin=lambda step, one=tracker: setattr(one, "phase", step),
-            shard=_EVEN,
-        )
+        begin = functools.partial(setattr, tracker, "phase")
+        exchange(rank, size, case, "cuda", packet_bytes, begin=begin, shard=_EVEN)
         by_step = [
             sum(n for count, n in tracker.counts.items() if count.kind == "kernel" and count.phase == step)
             for step in range(2, STEPS)

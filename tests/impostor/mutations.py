@@ -84,15 +84,5 @@ def rows_by_index() -> None:
 
 
 #: Those that change what a device does.
-MUTATIONS = {
-    one.__name__: one
-    for one in (
-        no_wait,
-        recovery_first,
-        no_announcement,
-        pageable_copy,
-        index_on_the_host,
-        reads_a_value,
-        stage_not_ready,
-    )
-}
+_ALL = (no_wait, recovery_first, no_announcement, pageable_copy, index_on_the_host, reads_a_value, stage_not_ready)
+MUTATIONS = {one.__name__: one for one in _ALL}

@@ -9,12 +9,7 @@ import types
 from typing import NamedTuple
 
 #: Folders of code, by what they are called here.
-HOMES = {
-    "megatron_lossy": "/megatron_lossy/",
-    "megatron": "/megatron/core/",
-    "torch": "/torch/optim/",
-    "tests": "/tests/",
-}
+HOMES = dict(megatron_lossy="/megatron_lossy/", megatron="/megatron/core/", torch="/torch/optim/", tests="/tests/")
 #: Code that does nothing of its own will: it watches, or fetches what another line wants.
 _FOR_OTHERS = ("/tests/impostor/", "/megatron_lossy/base/fetch.py")
 #: The function of calls that come from no line of :data:`HOMES`: mostly kernels of the backward pass.

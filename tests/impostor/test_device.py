@@ -90,10 +90,6 @@ def test_random_numbers_are_the_devices_own():
 def test_every_program_of_a_folder_has_it(tmp_path, visible, devices):
     device.everywhere(tmp_path)
     path = os.pathsep.join([str(tmp_path), *sys.path])
-    command = [
-        sys.executable,
-        "-c",
-        "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)",
-    ]
+    program = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
     variables = os.environ | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": visible}
-    assert subprocess.run(command, env=variables, capture_output=True, text=True, check=True).stdout.strip() == devices
+    assert subprocess.check_output([sys.executable, "-c", program], env=variables, text=True).strip() == devices

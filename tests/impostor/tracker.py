@@ -13,22 +13,11 @@ from .order import Order, Range
 from .places import Place, place
 
 #: Operators that CUDA's kernels end with a copy of a size or a value to the host. ``item`` is ``_local_scalar_dense``.
-WAITING = frozenset(
-    f"aten::{name}"
-    for name in (
-        "_local_scalar_dense",
-        "equal",
-        "nonzero",
-        "masked_select",
-        "_unique",
-        "_unique2",
-        "unique_dim",
-        "unique_consecutive",
-        "unique_dim_consecutive",
-        "bincount",
-        "repeat_interleave.Tensor",
-    )
-)
+_NAMES = """
+_local_scalar_dense equal nonzero masked_select bincount repeat_interleave.Tensor
+_unique _unique2 unique_dim unique_consecutive unique_dim_consecutive
+"""
+WAITING = frozenset(f"aten::{name}" for name in _NAMES.split())
 #: Byte of memory of the host that an asynchronous copy has not reached yet.
 POISON = 0xA5
 #: How many copies may be unsettled; the oldest are judged without anybody having waited for them.
@@ -186,14 +175,12 @@ class Tracker:
     def synchronised(self, what: str, number: int) -> None:
         """The host waited for a stream, an event or a device."""
         self._count("synchronisation", what, place())
-        order = self.order
-        self._host_waits(
-            order.of_event(number)
-            if what == "event"
-            else dict(order.of_stream(number))
-            if what == "stream"
-            else order.of_everything()
-        )
+        if what == "event":
+            self._host_waits(self.order.of_event(number))
+        elif what == "stream":
+            self._host_waits(dict(self.order.of_stream(number)))
+        else:
+            self._host_waits(self.order.of_everything())
 
     def queried(self, event: int) -> bool:
         """Return whether ``event`` is over. The first answer is no, as a busy device's would be."""
