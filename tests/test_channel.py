@@ -339,6 +339,7 @@ def test_a_measurement_becomes_a_circular_trace(tmp_path, capsys):
         return np.load(out)["sequence"].astype(int).tolist()
 
     assert made("arrived\n1\n0\n1\n") == [[[1, 0, 1]]]
+    assert made("sequence\n65533\n65535\n1\n0\n") == [[[1, 0, 1, 1, 1]]]  # of 16 bits
     assert made("time,sequence\n.1,7\n.2,9\n.3,8\n.4,12\n.4,12\n") == [[[1, 1, 1, 0, 0, 1]]]
     links = made("source,destination,arrived\n0,1,1\n1,0,0\n0,1,0\n0,1,1\n")
     assert links == [[[1, 1, 1], [1, 0, 1]], [[0, 0, 0], [1, 1, 1]]]

@@ -208,6 +208,19 @@ def test_variants_win_over_levels_and_share_lossless_cells():
     assert len(study.cells) == 4 + 2
 
 
+def test_a_cell_is_known_by_the_losses_in_its_files(tmp_path):
+    rates, trace, names = tmp_path / "rates.txt", tmp_path / "a.npz", set()
+    for rate in (0.1, 0.2):
+        np.savetxt(rates, rate - rate * np.eye(4))
+        np.savez(trace, sequence=np.arange(40).reshape(1, 1, -1) % 5 > 10 * rate)
+        for level in ({"loss-model": f"per-link:{rates}"}, {"loss-model": "trace", "trace": str(trace)}):
+            study = _design(
+                settings={**FOUR, "loss-unit": "packet"}, levels={"a": level}, seeds=[1], loss_seeds=[1]
+            ).study()
+            names |= {trial.cell.name for trial in study.trials if trial.level}
+    assert len(names) == 4
+
+
 def test_a_cell_is_known_by_what_matters():
     def name(*arguments, **changes):
         return _design(seeds=[1], loss_seeds=[1], **changes).study(arguments).trials[1].cell.name

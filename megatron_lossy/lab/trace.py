@@ -1,8 +1,9 @@
 """``python -m megatron_lossy.lab trace FILE.csv --out FILE.npz``: a measurement as a circular trace for ``--loss-model trace``.
 
 The file has a heading. A column ``arrived`` (0 or 1) has a row for each packet, in the order in which they were sent. Or a column
-``sequence`` has the numbers of those that arrived, as in a capture: a number that is not there was lost. Columns ``source`` and
-``destination``, ranks from 0 on, name the link; without them all links have the same losses, each from another place on.
+``sequence`` has the numbers of those that arrived, as in a capture: a number between the first and the last that is not there was
+lost. Numbers of 16 bits may begin again. Columns ``source`` and ``destination``, ranks from 0 on, name the link; without them all
+links have the same losses, each from another place on.
 """
 
 from __future__ import annotations
@@ -76,6 +77,8 @@ def _fates(values: np.ndarray, column: str) -> np.ndarray:
     """Return whether each packet arrived, in order."""
     if column == "arrived":
         return values != 0
+    if values.max() < 1 << 16 and (np.diff(values) < -(1 << 15)).any():
+        values = np.unwrap(values, period=1 << 16)
     fate = np.zeros(values.max() - values.min() + 1, dtype=bool)
     fate[values - values.min()] = True
     return fate

@@ -80,9 +80,22 @@ class Cell:
 
     @cached_property
     def name(self) -> str:
-        """The folder's name: a digest of the settings."""
-        text = json.dumps({"settings": self.settings, "processes": 1}, sort_keys=True)
+        """The folder's name: a digest of the settings, and of the losses in files that they name."""
+        models = [model.partition(":") for model in self.loss.loss_model]
+        paths = [self.loss.trace, *(path for name, _, path in models if name == "per-link")]
+        files = [_content(Path(path)) for path in paths if path]
+        found = {"settings": self.settings, "processes": 1} | ({"files": files} if files else {})
+        text = json.dumps(found, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _content(path: Path) -> str:
+    """Return a digest of a file, or of all files in a folder."""
+    found = hashlib.sha256()
+    for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+        if file.is_file():
+            found.update(file.read_bytes())
+    return found.hexdigest()
 
 
 def make_cell(train: TrainConfig, loss: LossyConfig) -> Cell:
