@@ -10,7 +10,7 @@ import torch
 
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.lab.virtual.island_churn import Churn
-from megatron_lossy.mechanisms.islands.mean import InMemory
+from megatron_lossy.lab.virtual.island_mean import InMemory
 from megatron_lossy.mechanisms.islands.rounds import MemberRounds
 from megatron_lossy.mechanisms.islands.vector import Subset
 from tests.vectors import STREAM, vectors_of

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.base.exchange import Stream
 from megatron_lossy.config import LossyConfig
+from megatron_lossy.lab.virtual import island_mean as means_in_memory
 from megatron_lossy.mechanisms.islands import between_ranks as means_of_ranks
-from megatron_lossy.mechanisms.islands import mean as means_in_memory
 from megatron_lossy.mechanisms.islands import vector as vectors
 from megatron_lossy.mechanisms.islands.between_ranks import Parties, RankExchanges
 from megatron_lossy.mechanisms.islands.flags import SYNC_PHASES
-from megatron_lossy.mechanisms.islands.mean import Form, InMemory
+from megatron_lossy.mechanisms.islands.mean import Form
 from megatron_lossy.mechanisms.islands.vector import Places, Segment, Vector, shard_vector
 from megatron_lossy.transport.base import draw
 
@@ -173,7 +173,7 @@ def test_as_islands_in_one_process(islands, flags, broken):
         sent = torch.randn(islands, 101, generator=random)
         if broken is not None:
             sent[broken, 7] = torch.inf
-        together = InMemory(config, STREAM, None)
+        together = means_in_memory.InMemory(config, STREAM, None)
         expected = together.begin(step, together_sent := sent.clone()).wait()
         means, told = cross(config, own_sent := sent.clone(), step)
         if broken is None:
@@ -236,7 +236,7 @@ def test_a_mean_to_which_nobody_sent_is_lost(dtype, gathers, monkeypatch):
     lost = {"p_sync": 0.3, "loss_unit": "packet", "packet_bytes": 16, "sync_dtype": dtype}
     config = LossyConfig(islands=3, sync_method="parameters", **lost)
     sent, width = torch.randn(3, 99, generator=torch.Generator().manual_seed(0)), 8 if dtype == "bf16" else 4
-    together = InMemory(config, STREAM, None)
+    together = means_in_memory.InMemory(config, STREAM, None)
     expected = together.begin(0, sent).wait()
     lost = slice(33 + width, 33 + 2 * width)
     assert not expected.arrived[:, lost].any()

@@ -5,7 +5,7 @@ is the same as for islands in one process. Then their means are gathered. Both h
 training goes on. Vectors go between a device and the carriers, which are in host memory, on a stream other than the computing one: on CUDA
 through page-locked memory, on a stream of their own. The threads of the carriers wait for it; training does not.
 
-Its twin is :class:`.mean.InMemory`: here an island has one row of the exchange, and finds NaN for elements without a sender.
+Its twin is :class:`megatron_lossy.lab.virtual.island_mean.InMemory`: here an island has one row of the exchange, and finds NaN for elements without a sender.
 """
 
 from __future__ import annotations
