@@ -67,7 +67,7 @@ class Islands:
             diary = Diary(slot)
             diary.note = lambda event, with_island, **_: self.lost.append((slot, with_island))
             among = EpochView(epoch_of(ENTRY), 0, slot, self.all[slot], self.pairs(slot), diary)
-            lane = Lane(self.config, among, 0, number, diary)
+            lane = Lane(self.config, among, slot, 0, number, diary)
             pieces = torch.full((ISLANDS, SIZE // ISLANDS), float(value + slot))
             received, arrived = lane.scatter(pieces)
             gathered, came = lane.gather(received[slot])

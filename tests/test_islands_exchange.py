@@ -18,7 +18,7 @@ from megatron_lossy.config import LossyConfig
 from megatron_lossy.lab.virtual import island_mean as means_in_memory
 from megatron_lossy.mechanisms.islands import between_ranks as means_of_ranks
 from megatron_lossy.mechanisms.islands import vector as vectors
-from megatron_lossy.mechanisms.islands.between_ranks import Parties, RankExchanges
+from megatron_lossy.mechanisms.islands.between_ranks import RankExchanges
 from megatron_lossy.mechanisms.islands.flags import SYNC_PHASES
 from megatron_lossy.mechanisms.islands.mean import Form
 from megatron_lossy.mechanisms.islands.vector import Places, Segment, Vector, shard_vector
@@ -52,6 +52,7 @@ class AtTable:
 
     def __init__(self, table: Table, island: int, units: int, forgets: bool) -> None:
         self.table, self.island, self.units, self.observes = table, island, units, forgets
+        self.senders, self.place = range(len(table.put)), island
 
     def arrived(self) -> np.ndarray | None:
         if not self.observes:
@@ -76,8 +77,8 @@ def cross(config: LossyConfig, sent: torch.Tensor, step: int, units: int = 0, fo
     table, told = Table(len(sent)), [[] for _ in sent]
 
     def one(island: int):
-        parties = lambda exchange: Parties(range(len(sent)), island, AtTable(table, island, units, forgets))
-        crossing = RankExchanges(config, STREAM, island, parties, None, told[island].append)
+        carrier = AtTable(table, island, units, forgets)
+        crossing = RankExchanges(config, STREAM, island, lambda exchange: carrier, None, told[island].append)
         mean = crossing.begin(step, sent[island : island + 1]).wait()
         crossing.close()
         return mean
@@ -115,9 +116,7 @@ def test_of_what_leaves_a_device_is_told_later(monkeypatch):
     table = Table(2)
     later = []
     crossings = [
-        RankExchanges(
-            config, STREAM, island, lambda _, seat=seat: Parties((0, 1), seat.island, seat), None, later.append
-        )
+        RankExchanges(config, STREAM, island, lambda _, seat=seat: seat, None, later.append)
         for island, seat in enumerate([AtTable(table, island, 0, False) for island in (0, 1)])
     ]
     waiting = [crossing.begin(0, sent[island : island + 1]) for island, crossing in enumerate(crossings)]

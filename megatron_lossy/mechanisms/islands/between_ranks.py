@@ -89,17 +89,6 @@ class CopyMark:
             used_here(tensor for tensor in tensors if tensor is not None)
 
 
-class Parties(NamedTuple):
-    """Those whose weights are averaged in an exchange, in their order, and what carries it.
-
-    ``place``: of this island among them, which owns the means of its place; ``None``: it gets means alone.
-    """
-
-    senders: Sequence[int]
-    place: int | None
-    carrier: Carrier
-
-
 class Task(NamedTuple):
     """An exchange that has begun, for the thread that makes it. ``step``: the iteration before it.
 
@@ -109,7 +98,7 @@ class Task(NamedTuple):
     """
 
     step: int
-    parties: Parties
+    carrier: Carrier
     pieces: Pieces
     drawn: Sequence[np.ndarray | None]
     places: Places | None
@@ -138,7 +127,7 @@ class Outcome(NamedTuple):
 class RankExchanges:
     """The exchanges of island ``island``, which this process belongs to.
 
-    ``parties``: returns those of an exchange by its number; as many numbers as there are lanes cross at once, each on a thread of its own.
+    ``carrier``: returns that of an exchange by its number; as many numbers as there are lanes cross at once, each on a thread of its own.
     ``told``: gets the deliveries at this island: when an exchange begins, if its arrivals are drawn then, else when its mean is asked
     for, or at :meth:`tell`. ``steps``: length of the run, if known. Raises :class:`UsageError` for a channel that cannot serve the islands.
     """
@@ -148,7 +137,7 @@ class RankExchanges:
         config: LossyConfig,
         stream: Stream,
         island: int,
-        parties: Callable[[int], Parties],
+        carrier: Callable[[int], Carrier],
         steps: int | None,
         told: Callable[[Delivery], None],
     ) -> None:
@@ -156,7 +145,7 @@ class RankExchanges:
         self._form = Form(config)
         self.rest = None if self._form.exact else Rest()
         self._networks = networks_between(config, stream, steps)
-        self._told, self._parties = told, parties
+        self._told, self._carrier = told, carrier
         names = ["megatron-lossy-islands"] * config.lanes
         self._threads = [ThreadPoolExecutor(1, thread_name_prefix=name) for name in names]
         self._rounded = threading.Event()  # the mean of the latest exchange
@@ -167,14 +156,14 @@ class RankExchanges:
         """Begin the exchange of ``sent`` float32[1, k]. See :meth:`.InMemory.begin`."""
         [own] = sent
         exchange = (step + 1) // self._config.sync_interval - 1
-        parties = self._parties(exchange)
-        pieces = Pieces(own, len(parties.senders), self._form)
-        drawn = [self._drawn(phase, step, pieces.units, parties.senders) for phase in SYNC_PHASES]
+        carrier = self._carrier(exchange)
+        pieces = Pieces(own, len(carrier.senders), self._form)
+        drawn = [self._drawn(phase, step, pieces.units, carrier.senders) for phase in SYNC_PHASES]
         before, self._rounded = self._rounded, threading.Event()
         here = None if places is None else places.on(_HOST)
-        task = Task(step, parties, pieces, drawn, here, self.rest, before, self._rounded)
+        task = Task(step, carrier, pieces, drawn, here, self.rest, before, self._rounded)
         future = self._threads[exchange % len(self._threads)].submit(self._run, task)
-        if parties.carrier.observes:
+        if carrier.observes:
             return Waiting(future, own, lambda crossed: self._tell(task, crossed.arrived))
         waiting = Waiting(future, own, lambda _: self._tell(task, task.arriving()))
         if pieces.here:
@@ -193,11 +182,11 @@ class RankExchanges:
             self._untold = None
 
     def _tell(self, task: Task, arrived: Sequence[np.ndarray | None]) -> None:
-        owner = task.parties.place is not None
+        owner = task.carrier.place is not None
         for phase, units in zip(SYNC_PHASES, arrived, strict=True):
             if units is not None and (owner or phase != SYNC_PHASES[0]):
                 exchange = Exchange(phase, self._stream, task.step)
-                self._told(Delivery(exchange, task.parties.senders, [self._island], units[None], [task.pieces.units]))
+                self._told(Delivery(exchange, task.carrier.senders, [self._island], units[None], [task.pieces.units]))
 
     def _drawn(self, phase: str, step: int, units: BucketUnits, senders: Sequence[int]) -> np.ndarray | None:
         """Return bool[senders, units]: the units that the draw delivers here; ``None``: everything."""
@@ -213,18 +202,18 @@ class RankExchanges:
             return self._cross(task)
         finally:
             task.rounded.set()  # whatever happened, the next one need not wait
-            task.parties.carrier.end()
+            task.carrier.end()
 
     def _cross(self, task: Task) -> Outcome:
         """Make both halves of the exchange, on a thread. The mean goes to the device."""
-        parties, units, device = task.parties, task.pieces.units, task.pieces.device
+        carrier, units, device = task.carrier, task.pieces.units, task.pieces.device
         sent, drawn = task.pieces.rows, task.arriving()
-        received, arrived = parties.carrier.scatter(sent)
+        received, arrived = carrier.scatter(sent)
         rows = self._form.decode(received, units)
         reduced = _complete(rows, units, drawn[0], arrived)
         here = None if reduced.all() else elements_of(reduced[None], units, rows.device)
         exact = mean_of(rows[:, None], here)[0]
-        gathered, arrived = parties.carrier.gather(self._message(task, exact, reduced.any(axis=0)))
+        gathered, arrived = carrier.gather(self._message(task, exact, reduced.any(axis=0)))
         values = self._form.decode(gathered, units)
         complete = _complete(values, units, drawn[1], arrived)
         lossless = complete.all() and drawn[0] is None and drawn[1] is None
@@ -236,7 +225,7 @@ class RankExchanges:
 
     def _message(self, task: Task, exact: torch.Tensor, averaged: np.ndarray) -> torch.Tensor:
         """Return the message [items] of the own means ``exact`` [shard]. ``averaged`` bool[units]."""
-        units, place = task.pieces.units, task.parties.place
+        units, place = task.pieces.units, task.carrier.place
         sent = torch.empty(self._form.items(units), dtype=self._form.dtype)
 
         def crosses(values: torch.Tensor) -> torch.Tensor:

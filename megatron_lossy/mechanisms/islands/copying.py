@@ -65,7 +65,7 @@ class Buckets:
         #: Arguments of a channel, by name.
         self.named = {
             "alike": repr((config.sync_subset, form.code)),
-            "codes": {} if form.code is None else dict.fromkeys(SYNC_PHASES, str(form.code)),
+            "codes": form.codes,
             "reported": [(phase, number) for phase in SYNC_PHASES for number in self.must],
         }
 

@@ -30,7 +30,7 @@ from ...config import LossyConfig
 from ...recovery.rows import to_device
 from ...transport.network import read_key_file
 from . import copying, first_rank, unequal
-from .between_ranks import Parties, RankExchanges
+from .between_ranks import RankExchanges
 from .carrying import EpochView, Lane
 from .connections import Connections, Pair
 from .copying import Rejoining, held_rules, put_rules, source_of
@@ -369,12 +369,10 @@ class ElasticIslands(RankIslands):
     # --- building ----------------------------------------------------------------------------------------------------
 
     def _crossing(self, number: int, subset: Subset) -> RankExchanges:
-        def parties(exchange: int) -> Parties:
-            among = self._current
-            lane = Lane(self.config, among, number, exchange, self._diary)
-            return Parties([self._slot], None, lane) if among is None else Parties(among.senders, among.place, lane)
+        def lane(exchange: int) -> Lane:
+            return Lane(self.config, self._current, self._slot, number, exchange, self._diary)
 
-        return RankExchanges(self.config, subset.stream, self._slot, parties, self._run.steps, self._tell)
+        return RankExchanges(self.config, subset.stream, self._slot, lane, self._run.steps, self._tell)
 
     def _vector(self, optimizer: Any) -> Vector:
         ranks = self.config.sync_ranks

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +21,6 @@ from .mean import bytes_sent
 from .ranks import ExchangingRank
 from .rounds import Rounds
 from .vector import Segment, Subset, Vector
-from .world import Meeting
 
 if TYPE_CHECKING:
     from ...pytorch.fsdp import LossyFSDP
@@ -46,10 +44,6 @@ class GroupWorld:
     def store(self, name: str) -> Any:
         """Return a store of the ranks with this one's place in every island alone."""
         return dist.PrefixStore(f"{self._prefix}/{name}", dist.distributed_c10d._get_default_store())
-
-    def meet(self, name: str) -> Meeting:
-        """Return a group of the ranks with this place in each island. A collective call of these."""
-        return Meeting(self.store(name), self.island, self.islands, timedelta(seconds=self.patience))
 
 
 class FSDPIslands(ExchangingRank):

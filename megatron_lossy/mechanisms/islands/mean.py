@@ -45,6 +45,8 @@ class Form:
             self.dtype, self.blank = torch.uint8, 255  # scales of NaN
             self._elements = self.code.elements(config.packet_bytes)
             self.packet = self.code.size(self._elements)
+        #: By phase, the name of the code.
+        self.codes = {} if self.code is None else dict.fromkeys(SYNC_PHASES, str(self.code))
 
     def cut(self, shard: int) -> BucketUnits:
         """Return the units of a shard of so many elements."""

@@ -33,14 +33,14 @@ from ...hooks.versions import data_parallel_rank, pipeline_stage, tensor_group
 from ...recovery.rows import to_device
 from ...run.mechanism import Part
 from ...transport.peers import RankPeers
-from .between_ranks import Parties, RankExchanges
+from .between_ranks import RankExchanges
 from .carrying import Carrier, Collectives, IslandLink
 from .flags import CONSENSUS_FOLDER
 from .mean import Mean, bytes_sent
 from .monitor import IslandMonitor
 from .rounds import Rounds
 from .vector import Places, Subset, Vector, shard_vector
-from .world import IslandWorld, Meeting, Stopping
+from .world import IslandWorld, Stopping
 
 #: Elements of an exchange at most, about, from which the deviation is known.
 _SAMPLE = 2**16
@@ -71,18 +71,16 @@ class ExchangingRank(Part, JobGroup):
     def _crossing(self, number: int, subset: Subset) -> RankExchanges:
         """Return the maker of the means of the vector ``number``. A collective call of the ranks with this place."""
         config, world = self.config, self.world
-        carriers = list[Carrier]()
+        carriers: list[Carrier] = []
         for name in (f"{number}/{lane}" for lane in range(config.lanes)):
-            if config.observed:
-                carriers.append(IslandLink(config, name, world.island, world.store(name), subset.most, world.patience))
-            else:
-                carriers.append(Collectives(world.meet(name)))
+            link = IslandLink(config, world, name, subset.most) if config.observed else Collectives(world, name)
+            carriers.append(link)
         self._carriers += carriers
 
-        def parties(exchange: int) -> Parties:
-            return Parties(range(config.islands), world.island, carriers[exchange % config.lanes])
+        def of(exchange: int) -> Carrier:
+            return carriers[exchange % config.lanes]
 
-        return RankExchanges(config, subset.stream, world.island, parties, self._run.steps, self._tell)
+        return RankExchanges(config, subset.stream, world.island, of, self._run.steps, self._tell)
 
     def _tell(self, delivery: Delivery) -> None:
         for observer in self._run.observers:
@@ -93,9 +91,9 @@ class ExchangingRank(Part, JobGroup):
         return self._carriers if self.config.observed else []
 
     @functools.cached_property
-    def _control(self) -> Meeting:
-        """The meeting for exchanges that no thread makes."""
-        return self.world.meet("control")
+    def _control(self) -> Collectives:
+        """The carrier of exchanges that no thread makes."""
+        return Collectives(self.world, "control")
 
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[None]:
@@ -380,7 +378,7 @@ class RankIslands(ExchangingRank):
 
     def _of_all(self, value: int) -> list[int]:
         """Return the ``value`` of each island. A collective call of the ranks with this place in each."""
-        return self._control.all_gather(torch.tensor([value])).view(-1).tolist()
+        return self._control.gather(torch.tensor([value]))[0].view(-1).tolist()
 
     def restart(self, iteration: int) -> None:
         """Raise :class:`UsageError` unless all islands were loaded at the same ``iteration``. A collective call."""
