@@ -87,7 +87,7 @@ class IslandMonitor(Observer):
 
     def restart(self, iteration: int) -> None:
         self._measured.clear()
-        self._window.clear()
+        super().restart(iteration)
 
     def metrics(self) -> dict[str, float]:
         self._read()
@@ -106,10 +106,7 @@ class IslandMonitor(Observer):
 
     def state_dict(self) -> dict[str, Any]:
         self._read()
-        return {"window": self._window.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._window.load_state_dict(state["window"])
+        return super().state_dict()
 
 
 #: The name of the file of the log, in the folder of ``--delivery-log``.

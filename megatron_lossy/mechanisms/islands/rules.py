@@ -67,6 +67,10 @@ class Rule(ABC):
 
     #: Whether the rule acts at every exchange, also when no mean has come back yet.
     always: ClassVar[bool] = False
+    #: The names of its state, tensors [islands, size].
+    kept: ClassVar[tuple[str, ...]] = ()
+    #: Whether that belongs to the weights, so that an island that copies another one takes it, too. Otherwise it begins at zero.
+    belongs: ClassVar[bool] = False
 
     def payload(self, now: torch.Tensor, places: Places | None) -> torch.Tensor:
         """Return the values [islands, k] that islands with the weights ``now`` [islands, k] at ``places`` send. It may be ``now``."""
@@ -82,10 +86,12 @@ class Rule(ABC):
 
     def restart(self, island: int) -> None:
         """Forget ``island``, which was away and begins again. It does not use exchanges that began before."""
+        for kept in () if self.belongs else self.state_dict().values():
+            kept[island] = 0
 
     def copied(self) -> dict[str, torch.Tensor]:
-        """Return the state [islands, size] that belongs to the weights, by name: an island that copies another one takes it, too."""
-        return {}
+        """Return the state by name, if it belongs to the weights."""
+        return self.state_dict() if self.belongs else {}
 
     def copy(self, source: int, island: int) -> None:
         """Give ``island``, which has just taken the weights of ``source``, the state that belongs to them."""
@@ -94,10 +100,12 @@ class Rule(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that must be saved for a run to continue bit for bit."""
-        return {}
+        return {name: getattr(self, name) for name in self.kept}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore :meth:`state_dict`."""
+        for name, kept in self.state_dict().items():
+            kept.copy_(state[name])
 
 
 class NoCorrection(Rule):
@@ -131,6 +139,8 @@ class SmithPredictor(Rule):
     ``size``: elements of the vector.
     """
 
+    kept = ("moved",)
+
     def __init__(self, gain: float, islands: int, size: int, device: torch.device) -> None:
         self.gain = gain
         self.moved = torch.zeros(islands, size, device=device)
@@ -151,21 +161,14 @@ class SmithPredictor(Rule):
             corrected = torch.add(now, off, alpha=self.gain)
         return result.where_arrived(corrected, now)
 
-    def restart(self, island: int) -> None:
-        self.moved[island] = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"moved": self.moved}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.moved.copy_(state["moved"])
-
 
 class MovingAverage(Rule):
     """mean + d, where d <- (1 - c) d + c (w - sent) for the elements that came back; c falls with time.
 
     ``size``: elements of the vector. ``steps``: length of the run.
     """
+
+    kept = ("progress",)
 
     def __init__(
         self, islands: int, size: int, first: float, last: float, hold: int, steps: int, device: torch.device
@@ -187,15 +190,6 @@ class MovingAverage(Rule):
         write_at(progress, result.places, after)
         return result.where_arrived(result.mean + after, now)
 
-    def restart(self, island: int) -> None:
-        self.progress[island] = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"progress": self.progress}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.progress.copy_(state["progress"])
-
 
 class DiLoCo(Rule):
     """b <- mu b + D, v <- v - lr (D + mu b), with the outer weights v and D = v - mean; w becomes v.
@@ -204,6 +198,8 @@ class DiLoCo(Rule):
     the mean was under way, and what codes rounded away. So the next v - w has it too. ``start``: the weights [size] of each island of
     this process. Elements without a mean keep w, v and b.
     """
+
+    kept, belongs = ("outer", "buffer"), True
 
     def __init__(self, start: Sequence[torch.Tensor], config: LossyConfig) -> None:
         self._islands, (self._lr, self._momentum) = config.islands, config.outer_optimizer
@@ -232,16 +228,6 @@ class DiLoCo(Rule):
         write_at(self.buffer[island], result.places, result.where_arrived(moved, buffer))
         write_at(self.outer[island], result.places, step)
         return step
-
-    def copied(self) -> dict[str, torch.Tensor]:
-        return {"outer": self.outer, "buffer": self.buffer}
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.copied()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.outer.copy_(state["outer"])
-        self.buffer.copy_(state["buffer"])
 
 
 class EagerDiLoCo(DiLoCo):
