@@ -145,7 +145,7 @@ ISLANDS = Section(
     "--island-keep, --island-rejoin | neither --island-schedule nor --rendezvous | "
     "needs --island-schedule or --rendezvous",
     # A folder's flags do not have --rendezvous.
-    lambda c, f: f.virtual is not None and c.averages and not c.comes_and_goes,
+    lambda c, f: f.virtual is not None and c.averages and c.island_schedule is None and c.rendezvous is None,
     "--rendezvous | PyTorch's FSDP2 or DDP | "
     "needs a training loop that can go on at a later iteration: python -m megatron_lossy.train, or megatron.training",
     lambda c, f: f.data_parallel is not None and c.averages and c.rendezvous is not None,
