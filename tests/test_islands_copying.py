@@ -22,6 +22,7 @@ from megatron_lossy.mechanisms.islands.copying import (
     send_copy,
 )
 from megatron_lossy.mechanisms.islands.rules import make_rule
+from tests.vectors import vectors_of
 
 pytestmark = pytest.mark.shows("islands that copy another one")
 
@@ -100,20 +101,6 @@ def test_what_is_held_is_the_state_at_that_time():
     assert copy.values["w"].sum() == 10
 
 
-class Plain:
-    """All elements of one parameter."""
-
-    def __init__(self, parameter):
-        self.parameter = parameter
-
-    def read(self, places):
-        assert places is None
-        return self.parameter.detach().clone()
-
-    def write(self, places, values):
-        self.parameter.copy_(values)
-
-
 def trained(seed, steps, **options):
     torch.manual_seed(seed)
     parameters = [torch.nn.Parameter(torch.randn(n)) for n in (5, 3)]
@@ -133,8 +120,8 @@ def train(parameters, optimizers, steps):
 def test_a_copy_trains_on_as_its_source(steps):
     """From then on they are equal, at equal learning rates; these are not copied."""
     source, own = trained(0, 3, amsgrad=True), trained(1, steps, amsgrad=True)
-    copy, _ = across(held_state([Plain(one) for one in source[0]], source[1]))
-    put_state([Plain(one) for one in own[0]], own[1], copy.values)
+    copy, _ = across(held_state(vectors_of([one.detach() for one in source[0]]), source[1]))
+    put_state(vectors_of([one.detach() for one in own[0]]), own[1], copy.values)
     assert [one.param_groups[0]["lr"] for one in own[1]] == [1.1, 1.1]
     for optimizer in own[1]:
         optimizer.param_groups[0]["lr"] = 0.1

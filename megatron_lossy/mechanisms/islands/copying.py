@@ -20,13 +20,12 @@ import numpy as np
 import torch
 
 from ...base.errors import first_line
-from ...base.fetch import PendingArray
 from ...config import LossyConfig
 from ...transport.peers import bytes_of
 from .flags import SYNC_PHASES
 from .mean import Form
 from .rules import Rule
-from .vector import Vector
+from .vector import HostCopy, Vector
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +34,6 @@ Carry = Callable[[torch.Tensor], None]
 #: Bytes that cross at once: the patience is for so many.
 PART = 2**20
 _DIGEST_BYTES = 16
-#: The name of step counts, which some optimizers keep in their groups, and others with the moments.
-STEP = "step"
 #: Begins the names of the state of rules.
 _RULE = "rule/"
 #: Messages besides exchanges, and the bytes that one may have.
@@ -87,21 +84,6 @@ class Copy(NamedTuple):
     made: int
     #: 32 hexadecimal digits: of all values.
     digest: str
-
-
-class HostCopy:
-    """``value`` as it is now, on its way to the host. On CUDA it takes no memory of the device."""
-
-    def __init__(self, value: torch.Tensor) -> None:
-        value = value.detach().contiguous()
-        self.like = {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
-        # Where a copy waits for the queued work, it must not see later work.
-        value = value if value.device.type == "cuda" else value.clone()
-        self._fetched = PendingArray(bytes_of(value))
-
-    def bytes(self) -> torch.Tensor:
-        """Return uint8[n], once it is here."""
-        return torch.from_numpy(self._fetched.wait())
 
 
 class DamagedCopy(RuntimeError):
@@ -155,18 +137,11 @@ def _digest(data: torch.Tensor) -> str:
 
 def held_state(vectors: Sequence[Vector], optimizers: Sequence[Any]) -> dict[str, HostCopy | float]:
     """Return the state as it is now. ``vectors``: main weights; ``optimizers``: torch's, in the same order."""
-    found: dict[str, HostCopy | float] = {}
-    for number, (vector, optimizer) in enumerate(zip(vectors, optimizers, strict=True)):
-        found[f"{number}/weights"] = _held(vector.read(None))
-        state = optimizer.state_dict()
-        for index, kept in state["state"].items():
-            found |= {
-                f"{number}/state/{index}/{name}": _held(value) for name, value in kept.items() if value is not None
-            }
-        for index, group in enumerate(state["param_groups"]):
-            if STEP in group:
-                found[f"{number}/groups/{index}/{STEP}"] = _held(group[STEP])
-    return found
+    return {
+        f"{number}/{name}": value
+        for number, (vector, optimizer) in enumerate(zip(vectors, optimizers, strict=True))
+        for name, value in vector.held_state(optimizer).items()
+    }
 
 
 def held_rules(rules: Sequence[Rule]) -> dict[str, HostCopy]:
@@ -189,26 +164,9 @@ def put_rules(rules: Sequence[Rule], values: Mapping[str, torch.Tensor | float])
 def put_state(vectors: Sequence[Vector], optimizers: Sequence[Any], values: Mapping[str, torch.Tensor | float]) -> None:
     """Put ``values``, a :func:`held_state`, in the place of the weights and of the optimizers' state."""
     for number, (vector, optimizer) in enumerate(zip(vectors, optimizers, strict=True)):
-        weights = values[f"{number}/weights"]
-        assert isinstance(weights, torch.Tensor), number
-        with torch.no_grad():
-            vector.write(None, weights)
-        own = optimizer.state_dict()
-        state: dict[int, dict[str, Any]] = {}
-        for name, value in values.items():
-            of, *path = name.split("/")
-            if int(of) != number:
-                continue
-            if path[0] == "state":
-                state.setdefault(int(path[1]), {})[path[2]] = value
-            elif path[0] == "groups":
-                own["param_groups"][int(path[1])][path[2]] = value
-        # The loaded tensors are kept: they must not be those of others.
-        optimizer.load_state_dict({**own, "state": state})
-
-
-def _held(value: Any) -> HostCopy | float:
-    return HostCopy(value) if isinstance(value, torch.Tensor) else value
+        prefix = f"{number}/"
+        own = {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
+        vector.put_state(optimizer, own)
 
 
 # --- on threads --------------------------------------------------------------------------------------------------------

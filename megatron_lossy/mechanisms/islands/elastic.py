@@ -29,11 +29,11 @@ from ...base.flags import identity, texts_by_flag
 from ...config import LossyConfig
 from ...recovery.rows import to_device
 from ...transport.network import read_key_file
-from . import copying, first_rank, unequal
+from . import first_rank, unequal
 from .between_ranks import RankExchanges
 from .carrying import EpochView, Lane
 from .connections import Connections, Pair
-from .copying import Rejoining, held_rules, put_rules, source_of
+from .copying import Rejoining, held_rules, held_state, put_rules, put_state, source_of
 from .first_rank import FirstRank, LostSlot
 from .membership.messages import Entry, read, slot_of
 from .membership.protocol import Local
@@ -73,7 +73,6 @@ class ElasticIslands(RankIslands):
         self._jump = 0  # the iteration to go on with; 0: the next one
         self._visits = 0  # how often means have set each element of a listener, on all ranks, at least
         self._begun = 0  # how often this island has begun to listen
-        self._state: Any = copying if config.sync_ranks is None else unequal  # of whole shards, or of parts
         self._rejoining = Rejoining(world.island, world.rank, config.island_patience)
         self._copied = -1  # the number of the epoch whose copy has come to all ranks
         self._logged = self._loss = 0.0  # the training loss, as this rank has it, and as any rank
@@ -131,7 +130,7 @@ class ElasticIslands(RankIslands):
         [me] = drawn
         url, key = config.rendezvous or "", read_key_file(config.udp_key_file)
         [(towards, _), *_], *_ = check_url(url)
-        most, ranks = [rounds.subset.most for rounds in self._built()], config.sync_ranks or world.size
+        most, ranks = [rounds.subset.most for rounds in self._rounds], config.sync_ranks or world.size
         if world.rank < ranks:
             every, store = first_rank.TIMES.poll, open_store(url, key)
             self._connections = Connections(config, store, me, world.rank, ranks, most, towards, every)
@@ -196,14 +195,14 @@ class ElasticIslands(RankIslands):
         """Note that the run made ``now`` iterations without this island: drop exchanges under way, begin equal."""
         self._settle()
         self._gather()
-        under_way = {flight.number for rounds in self._built() for flight in rounds.flights}
+        under_way = {flight.number for rounds in self._rounds for flight in rounds.flights}
         self._diary.note("gave up", exchanges=sorted(under_way), now=now)
-        for rounds in self._built():
+        for rounds in self._rounds:
             rounds.give_up()
 
     def _restart(self) -> None:
         self._begun, self._visits = self._begun + 1, 0
-        for rounds in self._built():
+        for rounds in self._rounds:
             rounds.restart(0)
 
     def _take_copy(self, now: int) -> None:
@@ -223,7 +222,7 @@ class ElasticIslands(RankIslands):
             logger.warning("island %d: its weights were the run's before the copy of island %d", self._slot, source)
             return
         self._settle()
-        self._state.put_state(self._vectors, self._inner, put_rules(self._rules, copy.values))
+        put_state(self._vectors, self._inner, put_rules(self._rules, copy.values))
         self._gather()
         self._restart()
         self._run.begin_equal()
@@ -252,7 +251,7 @@ class ElasticIslands(RankIslands):
             signal = signal or signals.SIGTERM
         # As bits, of which the largest are those of the largest loss. Only the last pipeline stage may have one.
         loss = int(np.float64(self._logged).view(np.int64))
-        built = self._built() if self._standing.slot.listens else []
+        built = self._rounds if self._standing.slot.listens else []
         visits = min((rounds.visits(0) for rounds in built), default=MANY)  # of an element here by means
         said = np.array([signal, replaced, known, jump, -visits, came, -least, loss], dtype=np.int64)
         all_said = to_device(said, device.current_device())
@@ -291,7 +290,7 @@ class ElasticIslands(RankIslands):
 
     @property
     def _rules(self) -> list[Rule]:
-        return [rounds.rule for rounds in self._built()]
+        return [rounds.rule for rounds in self._rounds]
 
     def end_iteration(self) -> None:
         """See :meth:`RankIslands.end_iteration`. A copy of this island gets its state as of an exchange."""
@@ -306,7 +305,7 @@ class ElasticIslands(RankIslands):
         mine = [slot for slot in listeners if source_of(slot, among.senders, self.config.islands) == self._slot]
         if mine:
             self._settle()
-            state = self._state.held_state(self._vectors, self._inner) | held_rules(self._rules)
+            state = held_state(self._vectors, self._inner) | held_rules(self._rules)
         for slot in mine if self._connections is not None else ():
             self._rejoining.serve(among.pairs[slot], state, now)
 
