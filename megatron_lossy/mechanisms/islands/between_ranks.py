@@ -2,10 +2,11 @@
 
 Every island sends each owner its piece (an all-to-all). Owners add up in the order of the islands, so that the result
 is the same as for islands in one process. Then their means are gathered. Both halves run on a thread of their own while
-training goes on. Vectors go between a device and the carriers, which are in host memory, on a stream other than the computing one: on CUDA
-through page-locked memory, on a stream of their own. The threads of the carriers wait for it; training does not.
+training goes on. The carriers are in host memory. On CUDA vectors go there and back through page-locked memory, on a
+stream of their own, for which the threads wait; training does not.
 
-Its twin is :class:`megatron_lossy.lab.virtual.island_mean.InMemory`: here an island has one row of the exchange, and finds NaN for elements without a sender.
+Its twin is :class:`megatron_lossy.lab.virtual.island_mean.InMemory`: here an island has one row of the exchange, and
+finds NaN for elements without a sender.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 class Pieces:
-    """``own`` float32[k] in ``islands`` pieces of ``form``.
+    """``own`` float32[k], which becomes what arrives, in ``islands`` pieces of ``form``.
 
-    ``own`` becomes what is sent: as it arrives. If some values are not finite, all pieces are blank: so the others see that nothing
-    comes from here. ``count``: k. ``shard``, ``units``: the elements of a piece. ``here``: whether they were in host memory from the beginning.
+    If some values are not finite, all pieces are blank, so that the others see that nothing comes from here. ``count``: k. ``shard``,
+    ``units``: the elements of a piece. ``here``: whether they were in host memory from the beginning.
     """
 
     def __init__(self, own: torch.Tensor, islands: int, form: Form) -> None:
@@ -73,22 +74,6 @@ class Pieces:
         return torch.from_numpy(self._rows.wait()).view(self._dtype)
 
 
-class CopyMark:
-    """Marks the end of the work that :func:`aside` has so far. Made on a thread, used on the one that computes."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._event = None
-        if device.type == "cuda":
-            self._event = torch.cuda.Event()
-            self._event.record(stream_aside(device))
-
-    def use(self, *tensors: torch.Tensor | None) -> None:
-        """Let what is computed from now on use ``tensors``, which were brought before."""
-        if self._event is not None:
-            self._event.wait()
-            used_here(tensor for tensor in tensors if tensor is not None)
-
-
 class Task(NamedTuple):
     """An exchange that has begun, for the thread that makes it. ``step``: the iteration before it.
 
@@ -116,20 +101,20 @@ class Task(NamedTuple):
 class Outcome(NamedTuple):
     """A finished exchange: its mean, and by phase the units that arrived here, bool[senders, units].
 
-    ``mean`` is on the device, but not :attr:`brought` yet.
+    ``brought``: the event, on CUDA, after which the mean is on the device.
     """
 
     mean: Mean
-    brought: CopyMark
+    brought: torch.cuda.Event | None
     arrived: list[np.ndarray]
 
 
 class RankExchanges:
     """The exchanges of island ``island``, which this process belongs to.
 
-    ``carrier``: returns that of an exchange by its number; as many numbers as there are lanes cross at once, each on a thread of its own.
+    ``carrier``: returns that of an exchange by its number; as many as there are lanes cross at once, each on a thread of its own.
     ``told``: gets the deliveries at this island: when an exchange begins, if its arrivals are drawn then, else when its mean is asked
-    for, or at :meth:`tell`. ``steps``: length of the run, if known. Raises :class:`UsageError` for a channel that cannot serve the islands.
+    for, or at :meth:`tell`. ``steps``: length of the run, if known. Raises :class:`UsageError` for a channel that cannot serve islands.
     """
 
     def __init__(
@@ -146,8 +131,7 @@ class RankExchanges:
         self.rest = None if self._form.exact else Rest()
         self._networks = networks_between(config, stream, steps)
         self._told, self._carrier = told, carrier
-        names = ["megatron-lossy-islands"] * config.lanes
-        self._threads = [ThreadPoolExecutor(1, thread_name_prefix=name) for name in names]
+        self._threads = [ThreadPoolExecutor(1, "megatron-lossy-islands") for _ in range(config.lanes)]
         self._rounded = threading.Event()  # the mean of the latest exchange
         self._rounded.set()
         self._untold: Waiting | None = None
@@ -197,7 +181,7 @@ class RankExchanges:
         return arrived.copy()  # torch wants to be able to write
 
     def _run(self, task: Task) -> Outcome:
-        """Run :meth:`_cross`, on a thread."""
+        """Make both halves of the exchange, on a thread. The mean goes to the device."""
         try:
             return self._cross(task)
         finally:
@@ -205,7 +189,6 @@ class RankExchanges:
             task.carrier.end()
 
     def _cross(self, task: Task) -> Outcome:
-        """Make both halves of the exchange, on a thread. The mean goes to the device."""
         carrier, units, device = task.carrier, task.pieces.units, task.pieces.device
         sent, drawn = task.pieces.rows, task.arriving()
         received, arrived = carrier.scatter(sent)
@@ -221,7 +204,8 @@ class RankExchanges:
             # As units: the device makes elements of them.
             back = None if lossless else elements_of(complete[None], units, device)[0].reshape(-1)
             mine = Mean(to_device(values.reshape(-1), device), back)
-        return Outcome(mine, CopyMark(device), [reduced, complete])
+        brought = stream_aside(device).record_event() if device.type == "cuda" else None
+        return Outcome(mine, brought, [reduced, complete])
 
     def _message(self, task: Task, exact: torch.Tensor, averaged: np.ndarray) -> torch.Tensor:
         """Return the message [items] of the own means ``exact`` [shard]. ``averaged`` bool[units]."""
@@ -285,6 +269,8 @@ class Waiting:
             crossed = self._future.result()
             self.tell(crossed)
             (values, arrived), count = crossed.mean, len(self._own)
-            crossed.brought.use(values, arrived)
+            if crossed.brought is not None:
+                crossed.brought.wait()
+                used_here(tensor for tensor in crossed.mean if tensor is not None)
             self._mean = Mean(values[:count], None if arrived is None else arrived[None, :count])
         return self._mean

@@ -41,7 +41,6 @@ from .membership.store import check_url, open_store
 from .monitor import Diary
 from .ranks import RankIslands
 from .rounds import MANY, MemberRounds, Rounds, Standing, epoch_of
-from .rules import Rule
 from .vector import Subset, Vector
 from .world import ElasticWorld
 
@@ -222,7 +221,7 @@ class ElasticIslands(RankIslands):
             logger.warning("island %d: its weights were the run's before the copy of island %d", self._slot, source)
             return
         self._settle()
-        put_state(self._vectors, self._inner, put_rules(self._rules, copy.values))
+        put_state(self._vectors, self._inner, put_rules([rounds.rule for rounds in self._rounds], copy.values))
         self._gather()
         self._restart()
         self._run.begin_equal()
@@ -288,10 +287,6 @@ class ElasticIslands(RankIslands):
             pairs = self._connections.among(entry)
         return EpochView(epoch_of(entry), begun[-1], self._slot, self._connections, pairs, self._diary)
 
-    @property
-    def _rules(self) -> list[Rule]:
-        return [rounds.rule for rounds in self._rounds]
-
     def end_iteration(self) -> None:
         """See :meth:`RankIslands.end_iteration`. A copy of this island gets its state as of an exchange."""
         super().end_iteration()
@@ -305,7 +300,8 @@ class ElasticIslands(RankIslands):
         mine = [slot for slot in listeners if source_of(slot, among.senders, self.config.islands) == self._slot]
         if mine:
             self._settle()
-            state = held_state(self._vectors, self._inner) | held_rules(self._rules)
+            rules = held_rules([rounds.rule for rounds in self._rounds])
+            state = held_state(self._vectors, self._inner) | rules
         for slot in mine if self._connections is not None else ():
             self._rejoining.serve(among.pairs[slot], state, now)
 

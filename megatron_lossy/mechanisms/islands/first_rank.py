@@ -59,7 +59,7 @@ class FirstRank:
         times = replace(TIMES, join=config.island_join, alone=config.island_join)
         own = Slot(me, socket.gethostname()[:200], self._address, digest)
         self._island = Island(own, config.islands, times, time.monotonic())
-        self._what = f"flags/{digest}", text
+        self._unwritten = {f"flags/{digest}": text}
         #: The reason why the last poll failed; empty after one that did not.
         self.why = ""
         self._failed: Exception | None = None
@@ -120,9 +120,9 @@ class FirstRank:
         if not self.why:
             self._answered = time.monotonic()
             with contextlib.suppress(OSError):  # the next time
-                if self._what[0]:
-                    self._store.put(*self._what)
-                    self._what = ("", "")
+                for key, text in self._unwritten.items():
+                    self._store.put(key, text)
+                self._unwritten = {}
         for line in plan.lines:
             logger.warning("island %d: %s", self._part._slot, line)
         if plan.refused and self.ends is None:
