@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -73,40 +72,125 @@ class Pieces:
         """[M, items], in host memory."""
         return torch.from_numpy(self._rows.wait()).view(self._dtype)
 
+    def forget(self) -> None:
+        """Keep the rows no longer: they have left."""
+        del self._rows
 
-class Task(NamedTuple):
-    """An exchange that has begun, for the thread that makes it. ``step``: the iteration before it.
 
-    ``drawn``: by phase bool[senders, units], the units that the draw delivers here; ``None``: everything. ``places``: of the elements, in
-    host memory. ``rest``: of this island's means. ``before``: set once the means of the exchange before are rounded, whose rests go into
-    these; ``rounded``: once these are.
+class RankExchange:
+    """One exchange, whose halves are made on ``thread``, and its mean.
+
+    ``of``: the exchanges that it is one of. ``step``: the iteration before it. ``own`` [k]: the vector of this island, of the elements
+    at ``places``. ``before``: set once the means of the exchange before are rounded, whose rests go into these; :attr:`rounded`: once
+    these are.
     """
 
-    step: int
-    carrier: Carrier
-    pieces: Pieces
-    drawn: Sequence[np.ndarray | None]
-    places: Places | None
-    rest: Rest | None
-    before: threading.Event
-    rounded: threading.Event
+    def __init__(
+        self,
+        of: RankExchanges,
+        step: int,
+        carrier: Carrier,
+        own: torch.Tensor,
+        places: Places | None,
+        before: threading.Event,
+        thread: ThreadPoolExecutor,
+    ) -> None:
+        self._of, self._step, self._carrier, self._own = of, step, carrier, own
+        self._pieces = Pieces(own, len(carrier.senders), of.form)
+        #: By phase bool[senders, units], the units that the draw delivers here; ``None``: everything.
+        self._drawn = [self._draw(phase) for phase in SYNC_PHASES]
+        self._places = None if places is None else places.on(_HOST)
+        self._rest, self._before, self.rounded = of.rest, before, threading.Event()
+        self._told = False
+        self._mean: Mean | None = None
+        self._future = thread.submit(self._run)
+        if not carrier.observes and self._pieces.here:
+            self.tell()
 
-    def arriving(self) -> Sequence[np.ndarray | None]:
-        """Return ``drawn``; nothing if nothing comes from here: then nothing counts that comes here, either."""
-        if self.pieces.present:
-            return self.drawn
-        return [np.zeros((len(self.pieces.rows), self.pieces.units.count), dtype=bool)] * len(self.drawn)
+    def _draw(self, phase: str) -> np.ndarray | None:
+        network, exchange = self._of.networks[phase], Exchange(phase, self._of.stream, self._step)
+        if network.lossless:
+            return None
+        [arrived] = draw(network, exchange, self._carrier.senders, [self._of.island], self._pieces.units.count)
+        return arrived.copy()  # torch wants to be able to write
 
+    def _arriving(self) -> Sequence[np.ndarray | None]:
+        """Return the drawn units; nothing if nothing comes from here: then nothing counts that comes here, either."""
+        if self._pieces.present:
+            return self._drawn
+        return [np.zeros((len(self._carrier.senders), self._pieces.units.count), dtype=bool)] * len(self._drawn)
 
-class Outcome(NamedTuple):
-    """A finished exchange: its mean, and by phase the units that arrived here, bool[senders, units].
+    def tell(self) -> None:
+        """Report the arrivals, past or drawn; once."""
+        if self._told:
+            return
+        self._told = True
+        observed = self._carrier.observes
+        for phase, units in zip(SYNC_PHASES, self._future.result()[2] if observed else self._arriving(), strict=True):
+            if units is not None and (self._carrier.place is not None or phase != SYNC_PHASES[0]):
+                exchange = Exchange(phase, self._of.stream, self._step)
+                cut = [self._pieces.units]
+                self._of.told(Delivery(exchange, self._carrier.senders, [self._of.island], units[None], cut))
 
-    ``brought``: the event, on CUDA, after which the mean is on the device.
-    """
+    def wait(self) -> Mean:
+        """Return the result, which is kept. Raise the errors of the exchange: another island is gone, for example."""
+        if self._mean is None:
+            (values, arrived), brought, _ = self._future.result()
+            self.tell()
+            if brought is not None:
+                brought.wait()
+                used_here(tensor for tensor in (values, arrived) if tensor is not None)
+            count = len(self._own)
+            self._mean = Mean(values[:count], None if arrived is None else arrived[None, :count])
+        return self._mean
 
-    mean: Mean
-    brought: torch.cuda.Event | None
-    arrived: list[np.ndarray]
+    # --- on the thread -----------------------------------------------------------------------------------------------
+
+    def _run(self) -> tuple[Mean, torch.cuda.Event | None, list[np.ndarray]]:
+        """Make both halves. Return the mean, the event on CUDA after which it is on the device, and by phase the units that arrived."""
+        try:
+            return self._cross()
+        finally:
+            self.rounded.set()  # whatever happened, the next one need not wait
+            self._pieces.forget()
+            self._carrier.end()
+
+    def _cross(self) -> tuple[Mean, torch.cuda.Event | None, list[np.ndarray]]:
+        form, units, device = self._of.form, self._pieces.units, self._pieces.device
+        sent, drawn = self._pieces.rows, self._arriving()
+        received, arrived = self._carrier.scatter(sent)
+        rows = form.decode(received, units)
+        reduced = _complete(rows, units, drawn[0], arrived)
+        here = None if reduced.all() else elements_of(reduced[None], units, rows.device)
+        exact = mean_of(rows[:, None], here)[0]
+        gathered, arrived = self._carrier.gather(self._message(exact, reduced.any(axis=0)))
+        values = form.decode(gathered, units)
+        complete = _complete(values, units, drawn[1], arrived)
+        lossless = complete.all() and drawn[0] is None and drawn[1] is None
+        with aside(device):
+            # As units: the device makes elements of them.
+            back = None if lossless else elements_of(complete[None], units, device)[0].reshape(-1)
+            mine = Mean(to_device(values.reshape(-1), device), back)
+        brought = stream_aside(device).record_event() if device.type == "cuda" else None
+        return mine, brought, [reduced, complete]
+
+    def _message(self, exact: torch.Tensor, averaged: np.ndarray) -> torch.Tensor:
+        """Return the message [items] of the own means ``exact`` [shard]. ``averaged`` bool[units]."""
+        form, units, place = self._of.form, self._pieces.units, self._carrier.place
+        sent = torch.empty(form.items(units), dtype=form.dtype)
+
+        def crosses(values: torch.Tensor) -> torch.Tensor:
+            form.encode(values[None], units, sent[None])
+            return form.decode(sent[None], units)[0]
+
+        there = None if averaged.all() else elements_of(averaged[None, None], units, exact.device)[0, 0]
+        if self._rest is not None and place is not None:
+            self._before.wait()
+            self._rest.crossing(0, place, self._places, self._pieces.count, exact, there, crosses)
+            self.rounded.set()
+        else:  # elements without a sender have no mean; NaN marks them for the others
+            crosses(exact if there is None else exact.masked_fill(~there, torch.nan))
+        return sent
 
 
 class RankExchanges:
@@ -126,34 +210,25 @@ class RankExchanges:
         steps: int | None,
         told: Callable[[Delivery], None],
     ) -> None:
-        self._config, self._stream, self._island = config, stream, island
-        self._form = Form(config)
-        self.rest = None if self._form.exact else Rest()
-        self._networks = networks_between(config, stream, steps)
-        self._told, self._carrier = told, carrier
+        self.stream, self.island, self.told = stream, island, told
+        self.form = Form(config)
+        self.rest = None if self.form.exact else Rest()
+        self.networks = networks_between(config, stream, steps)
+        self._interval, self._carrier = config.sync_interval, carrier
         self._threads = [ThreadPoolExecutor(1, "megatron-lossy-islands") for _ in range(config.lanes)]
         self._rounded = threading.Event()  # the mean of the latest exchange
         self._rounded.set()
-        self._untold: Waiting | None = None
+        self._untold: RankExchange | None = None
 
-    def begin(self, step: int, sent: torch.Tensor, places: Places | None = None) -> Waiting:
+    def begin(self, step: int, sent: torch.Tensor, places: Places | None = None) -> RankExchange:
         """Begin the exchange of ``sent`` float32[1, k]. See :meth:`.InMemory.begin`."""
-        [own] = sent
-        exchange = (step + 1) // self._config.sync_interval - 1
-        carrier = self._carrier(exchange)
-        pieces = Pieces(own, len(carrier.senders), self._form)
-        drawn = [self._drawn(phase, step, pieces.units, carrier.senders) for phase in SYNC_PHASES]
-        before, self._rounded = self._rounded, threading.Event()
-        here = None if places is None else places.on(_HOST)
-        task = Task(step, carrier, pieces, drawn, here, self.rest, before, self._rounded)
-        future = self._threads[exchange % len(self._threads)].submit(self._run, task)
-        if carrier.observes:
-            return Waiting(future, own, lambda crossed: self._tell(task, crossed.arrived))
-        waiting = Waiting(future, own, lambda _: self._tell(task, task.arriving()))
-        if pieces.here:
-            waiting.tell()
-        self._untold = waiting
-        return waiting
+        exchange = (step + 1) // self._interval - 1
+        carrier, thread = self._carrier(exchange), self._threads[exchange % len(self._threads)]
+        crossing = RankExchange(self, step, carrier, sent[0], places, self._rounded, thread)
+        self._rounded = crossing.rounded
+        if not carrier.observes:
+            self._untold = crossing
+        return crossing
 
     def forget(self, island: int) -> None:
         """Let ``island``, that of this process, begin again, without the rests of exchanges under way."""
@@ -164,66 +239,6 @@ class RankExchanges:
         if self._untold is not None:
             self._untold.tell()
             self._untold = None
-
-    def _tell(self, task: Task, arrived: Sequence[np.ndarray | None]) -> None:
-        owner = task.carrier.place is not None
-        for phase, units in zip(SYNC_PHASES, arrived, strict=True):
-            if units is not None and (owner or phase != SYNC_PHASES[0]):
-                exchange = Exchange(phase, self._stream, task.step)
-                self._told(Delivery(exchange, task.carrier.senders, [self._island], units[None], [task.pieces.units]))
-
-    def _drawn(self, phase: str, step: int, units: BucketUnits, senders: Sequence[int]) -> np.ndarray | None:
-        """Return bool[senders, units]: the units that the draw delivers here; ``None``: everything."""
-        network, exchange = self._networks[phase], Exchange(phase, self._stream, step)
-        if network.lossless:
-            return None
-        [arrived] = draw(network, exchange, senders, [self._island], units.count)
-        return arrived.copy()  # torch wants to be able to write
-
-    def _run(self, task: Task) -> Outcome:
-        """Make both halves of the exchange, on a thread. The mean goes to the device."""
-        try:
-            return self._cross(task)
-        finally:
-            task.rounded.set()  # whatever happened, the next one need not wait
-            task.carrier.end()
-
-    def _cross(self, task: Task) -> Outcome:
-        carrier, units, device = task.carrier, task.pieces.units, task.pieces.device
-        sent, drawn = task.pieces.rows, task.arriving()
-        received, arrived = carrier.scatter(sent)
-        rows = self._form.decode(received, units)
-        reduced = _complete(rows, units, drawn[0], arrived)
-        here = None if reduced.all() else elements_of(reduced[None], units, rows.device)
-        exact = mean_of(rows[:, None], here)[0]
-        gathered, arrived = carrier.gather(self._message(task, exact, reduced.any(axis=0)))
-        values = self._form.decode(gathered, units)
-        complete = _complete(values, units, drawn[1], arrived)
-        lossless = complete.all() and drawn[0] is None and drawn[1] is None
-        with aside(device):
-            # As units: the device makes elements of them.
-            back = None if lossless else elements_of(complete[None], units, device)[0].reshape(-1)
-            mine = Mean(to_device(values.reshape(-1), device), back)
-        brought = stream_aside(device).record_event() if device.type == "cuda" else None
-        return Outcome(mine, brought, [reduced, complete])
-
-    def _message(self, task: Task, exact: torch.Tensor, averaged: np.ndarray) -> torch.Tensor:
-        """Return the message [items] of the own means ``exact`` [shard]. ``averaged`` bool[units]."""
-        units, place = task.pieces.units, task.carrier.place
-        sent = torch.empty(self._form.items(units), dtype=self._form.dtype)
-
-        def crosses(values: torch.Tensor) -> torch.Tensor:
-            self._form.encode(values[None], units, sent[None])
-            return self._form.decode(sent[None], units)[0]
-
-        there = None if averaged.all() else elements_of(averaged[None, None], units, exact.device)[0, 0]
-        if task.rest is not None and place is not None:
-            task.before.wait()
-            task.rest.crossing(0, place, task.places, task.pieces.count, exact, there, crosses)
-            task.rounded.set()
-        else:  # elements without a sender have no mean; NaN marks them for the others
-            crosses(exact if there is None else exact.masked_fill(~there, torch.nan))
-        return sent
 
     def close(self) -> None:
         """End the exchanges: those that all islands have begun come to their end."""
@@ -244,33 +259,3 @@ def _complete(
     for known in (drawn, arrived):
         result = result if known is None else result & known[:, : units.count]
     return result
-
-
-class Waiting:
-    """An exchange under way on a thread. ``own`` [k]: the vector of this island.
-
-    ``tell``: reports arrivals; its argument is the finished exchange, or ``None`` if it is not finished.
-    """
-
-    def __init__(self, future: Future[Outcome], own: torch.Tensor, tell: Callable[[Outcome | None], None]) -> None:
-        self._future, self._own = future, own
-        self._tell: Callable[[Outcome | None], None] | None = tell
-        self._mean: Mean | None = None
-
-    def tell(self, crossed: Outcome | None = None) -> None:
-        """Report the arrivals, past or drawn; once."""
-        tell, self._tell = self._tell, None
-        if tell is not None:
-            tell(crossed)
-
-    def wait(self) -> Mean:
-        """Return the result of the exchange, which is kept. Raise its errors: another island is gone, for example."""
-        if self._mean is None:
-            crossed = self._future.result()
-            self.tell(crossed)
-            (values, arrived), count = crossed.mean, len(self._own)
-            if crossed.brought is not None:
-                crossed.brought.wait()
-                used_here(tensor for tensor in crossed.mean if tensor is not None)
-            self._mean = Mean(values[:count], None if arrived is None else arrived[None, :count])
-        return self._mean

@@ -23,8 +23,9 @@ from ...transport.leaving import Departures, PeerLost, patiently
 from ...transport.peers import bytes_of
 from .flags import SYNC_PHASES
 from .mean import Form, mean_of
+from .membership.messages import Entry
 from .monitor import Diary
-from .rounds import Epoch
+from .rounds import epoch_of
 
 if TYPE_CHECKING:
     from .connections import Connections, Crossing, Pair
@@ -182,23 +183,17 @@ _LONGER = 1.5
 
 
 class EpochView:
-    """The members of ``epoch``, number ``number`` of the island ``slot``, as that sees them.
+    """The members of ``entry``, number ``number`` of the island ``slot``, as that sees them.
 
-    ``pairs``: its connections with the others, by slot. ``diary``: notes those of which a message does not come.
+    ``diary``: notes those of which a message does not come.
     """
 
-    def __init__(
-        self,
-        epoch: Epoch,
-        number: int,
-        slot: int,
-        connections: Connections | None,
-        pairs: Mapping[int, Pair],
-        diary: Diary,
-    ) -> None:
-        self.number = number
-        self.epoch, self.slot, self.connections, self.pairs, self._diary = epoch, slot, connections, pairs, diary
-        self.senders, self.alone = epoch.senders, len(epoch.members) == 1
+    def __init__(self, entry: Entry, number: int, slot: int, connections: Connections | None, diary: Diary) -> None:
+        self.epoch, self.number, self.slot, self.connections = epoch_of(entry), number, slot, connections
+        self._diary = diary
+        #: The connections with the others, by slot.
+        self.pairs: dict[int, Pair] = {} if connections is None else connections.among(entry)
+        self.senders, self.alone = self.epoch.senders, len(self.epoch.members) == 1
         #: The place of this island among the senders, or ``None``: it listens.
         self.place = self.senders.index(slot) if slot in self.senders else None
 
@@ -211,10 +206,8 @@ class EpochView:
         """Note, on a thread, that ``pair`` was waited for in vain."""
         why = pair.why or "it sends nothing"
         self._diary.note("lost contact", with_island=pair.slot, seconds=round(waited, 3), why=why)
-        logger.warning(
-            "island %d: lost contact with island %d (%s); what it does not send in time counts as lost",
-            *(self.slot, pair.slot, why),
-        )
+        what = f"island {self.slot}: lost contact with island {pair.slot}"
+        logger.warning("%s (%s); what it does not send in time counts as lost", what, why)
 
     def means(self, shards: Sequence[torch.Tensor], count: int) -> Sequence[torch.Tensor] | None:
         """Return the means of ``shards`` [n] over the senders, added up in their order. ``count``: see :meth:`.Connections.swap`.
@@ -228,9 +221,8 @@ class EpochView:
         try:
             theirs = self.connections.swap(others, count, own)
         except PeerLost as error:
-            logger.warning(
-                "island %d: no mean of all islands' weights (%s); its own are in its place", self.slot, error
-            )
+            what = f"island {self.slot}: no mean of all islands' weights"
+            logger.warning("%s (%s); its own are in its place", what, error)
             return None
         mean = mean_of([theirs.get(slot, own) for slot in self.senders], None)
         return mean.to(shards[0].device).split(list(map(len, shards)))

@@ -32,7 +32,7 @@ from ...transport.network import read_key_file
 from . import first_rank, unequal
 from .between_ranks import RankExchanges
 from .carrying import EpochView, Lane
-from .connections import Connections, Pair
+from .connections import Connections
 from .copying import Rejoining, held_rules, held_state, put_rules, put_state, source_of
 from .first_rank import FirstRank, LostSlot
 from .membership.messages import Entry, read, slot_of
@@ -40,7 +40,7 @@ from .membership.protocol import Local
 from .membership.store import check_url, open_store
 from .monitor import Diary
 from .ranks import RankIslands
-from .rounds import MANY, MemberRounds, Rounds, Standing, epoch_of
+from .rounds import MANY, MemberRounds, Rounds, Standing
 from .vector import Subset, Vector
 from .world import ElasticWorld
 
@@ -281,11 +281,9 @@ class ElasticIslands(RankIslands):
         entry, _ = self._known[begun[-1]]
         if self._current is not None and self._current.number == begun[-1]:
             return self._current
-        pairs = dict[int, Pair]()
         if self._connections is not None:
             self._connections.keep([entry for entry, _ in self._known[begun[-1] :]])
-            pairs = self._connections.among(entry)
-        return EpochView(epoch_of(entry), begun[-1], self._slot, self._connections, pairs, self._diary)
+        return EpochView(entry, begun[-1], self._slot, self._connections, self._diary)
 
     def end_iteration(self) -> None:
         """See :meth:`RankIslands.end_iteration`. A copy of this island gets its state as of an exchange."""

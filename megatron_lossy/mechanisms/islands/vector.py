@@ -290,11 +290,7 @@ class Vector:
 
 
 def shard_vector(
-    optimizers: Sequence[Any],
-    buckets: Sequence[Any],
-    weights: Sequence[torch.Tensor],
-    shard: int,
-    shards: int,
+    optimizers: Sequence[Any], buckets: Sequence[Any], weights: Sequence[torch.Tensor], shard: int, shards: int
 ) -> Vector:
     """Return shard number ``shard`` of ``shards`` of every bucket, one after another, as ``optimizers`` have it.
 
