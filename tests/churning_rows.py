@@ -44,7 +44,8 @@ class ChurningRows:
                 self.rounds.restart(one.slot)
             if one.how == "copy":
                 self.weights[one.slot] = self.weights[one.source]
-                self.rounds.rule.copy(one.source, one.slot)
+                for kept in self.rounds.rule.copied().values():
+                    kept[one.slot] = kept[one.source]
         local(self.step, self.weights, self.churn.presence.training)
         epoch = self.churn.end(self.step, self.rounds.visits)
         if epoch is not None:

@@ -24,8 +24,8 @@ from ...config import LossyConfig
 from ...transport.peers import bytes_of
 from .flags import SYNC_PHASES
 from .mean import Form
-from .rules import Rule
-from .vector import HostCopy, Vector
+from .rounds import Rounds
+from .vector import HostCopy
 
 logger = logging.getLogger(__name__)
 
@@ -135,38 +135,23 @@ def _digest(data: torch.Tensor) -> str:
     return blake2b(data.numpy(), digest_size=_DIGEST_BYTES).hexdigest()
 
 
-def held_state(vectors: Sequence[Vector], optimizers: Sequence[Any]) -> dict[str, HostCopy | float]:
-    """Return the state as it is now. ``vectors``: main weights; ``optimizers``: torch's, in the same order."""
-    return {
-        f"{number}/{name}": value
-        for number, (vector, optimizer) in enumerate(zip(vectors, optimizers, strict=True))
-        for name, value in vector.held_state(optimizer).items()
-    }
+def held_state(rounds: Sequence[Rounds], optimizers: Sequence[Any]) -> dict[str, HostCopy | float]:
+    """Return the state of an island as it is now: of the vector and the rule of each of ``rounds``, and of torch's ``optimizers``."""
+    found: dict[str, HostCopy | float] = {}
+    for number, (one, optimizer) in enumerate(zip(rounds, optimizers, strict=True)):
+        found |= {f"{number}/{name}": value for name, value in one.vectors[0].held_state(optimizer).items()}
+        found |= {f"{_RULE}{number}/{name}": HostCopy(kept[0]) for name, kept in one.rule.copied().items()}
+    return found
 
 
-def held_rules(rules: Sequence[Rule]) -> dict[str, HostCopy]:
-    """Return what a copy has of ``rules``, one for each vector of one island."""
-    return {
-        f"{_RULE}{number}/{name}": HostCopy(kept[0])
-        for number, rule in enumerate(rules)
-        for name, kept in rule.copied().items()
-    }
-
-
-def put_rules(rules: Sequence[Rule], values: Mapping[str, torch.Tensor | float]) -> dict[str, torch.Tensor | float]:
-    """Put :func:`held_rules` of ``values`` in the place of the state of ``rules``. Return the other values. Some ranks have no values."""
-    for number, rule in enumerate(rules):
-        for name, kept in rule.copied().items() if values else ():
+def put_state(rounds: Sequence[Rounds], optimizers: Sequence[Any], values: Mapping[str, torch.Tensor | float]) -> None:
+    """Put ``values``, a :func:`held_state`, in the place of the present state. Some ranks have no values."""
+    for number, (one, optimizer) in enumerate(zip(rounds, optimizers, strict=True)):
+        for name, kept in one.rule.copied().items() if values else ():
             kept[0] = torch.as_tensor(values[f"{_RULE}{number}/{name}"])
-    return {name: value for name, value in values.items() if not name.startswith(_RULE)}
-
-
-def put_state(vectors: Sequence[Vector], optimizers: Sequence[Any], values: Mapping[str, torch.Tensor | float]) -> None:
-    """Put ``values``, a :func:`held_state`, in the place of the weights and of the optimizers' state."""
-    for number, (vector, optimizer) in enumerate(zip(vectors, optimizers, strict=True)):
         prefix = f"{number}/"
         own = {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
-        vector.put_state(optimizer, own)
+        one.vectors[0].put_state(optimizer, own)
 
 
 # --- on threads --------------------------------------------------------------------------------------------------------

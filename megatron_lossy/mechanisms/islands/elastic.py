@@ -33,7 +33,7 @@ from . import first_rank, unequal
 from .between_ranks import RankExchanges
 from .carrying import EpochView, Lane
 from .connections import Connections
-from .copying import Rejoining, held_rules, held_state, put_rules, put_state, source_of
+from .copying import Rejoining, held_state, put_state, source_of
 from .first_rank import FirstRank, LostSlot
 from .membership.messages import Entry, read, slot_of
 from .membership.protocol import Local
@@ -221,7 +221,7 @@ class ElasticIslands(RankIslands):
             logger.warning("island %d: its weights were the run's before the copy of island %d", self._slot, source)
             return
         self._settle()
-        put_state(self._vectors, self._inner, put_rules([rounds.rule for rounds in self._rounds], copy.values))
+        put_state(self._rounds, self._inner, copy.values)
         self._gather()
         self._restart()
         self._run.begin_equal()
@@ -298,8 +298,7 @@ class ElasticIslands(RankIslands):
         mine = [slot for slot in listeners if source_of(slot, among.senders, self.config.islands) == self._slot]
         if mine:
             self._settle()
-            rules = held_rules([rounds.rule for rounds in self._rounds])
-            state = held_state(self._vectors, self._inner) | rules
+            state = held_state(self._rounds, self._inner)
         for slot in mine if self._connections is not None else ():
             self._rejoining.serve(among.pairs[slot], state, now)
 
@@ -426,7 +425,7 @@ class ElasticIslands(RankIslands):
         """Return the flags that all islands must share, by name, and the layout of ranks."""
         # Saving the mean changes no run, but it takes all.
         found = {**identity(self.config), "save_consensus": self.config.save_consensus}
-        layout: list[Any] = [self.world.size, [vector.size for vector in self._vectors]]
+        layout: list[Any] = [self.world.size, [rounds.subset.size for rounds in self._rounds]]
         if self.config.sync_ranks is not None:
             whole = map(unequal.parameters_of, self._exchanging)
             layout = [list(parameter.shape) for parameters in whole for parameter in parameters]

@@ -307,13 +307,8 @@ class RankIslands(ExchangingRank):
                 vector.write(copies, values)
 
     @property
-    def _vectors(self) -> list[Vector]:
-        """The weights of each optimizer."""
-        return [rounds.vectors[0] for rounds in self._rounds]
-
-    @property
     def _inner(self) -> list[Any]:
-        """Torch's optimizers of :attr:`_vectors`."""
+        """Torch's optimizers, in the order of the exchanges."""
         return [optimizer.optimizer for optimizer in self._exchanging]
 
     def _note(self, seconds: float, sent: torch.Tensor, mean: Mean) -> None:

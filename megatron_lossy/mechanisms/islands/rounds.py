@@ -289,17 +289,12 @@ def outer_visits(lr: float, momentum: float) -> float:
 class Slot:
     """The island of a slot.
 
-    ``trains``: makes iterations. ``reached``: by others. ``listens``: until it may send. ``own``: has weights of the
-    run. ``life``: counts its starts. ``fresh``: it has not been there since it started. ``sent``: iterations of the run
-    when it last sent; ``made``: its own since.
+    ``listens``: until it may send. ``own``: has weights of the run. ``sent``: iterations of the run when it last sent; ``made``: its own
+    since.
     """
 
-    trains: bool = True
-    reached: bool = True
     listens: bool = False
     own: bool = True
-    life: int = 0
-    fresh: bool = False
     sent: int = 0
     made: int = 0
 
@@ -310,11 +305,6 @@ class Slot:
     def stopped(self, now: int, keep: int) -> bool:
         """Return whether weights are too old to send. ``keep``: the largest lag that is none, in iterations."""
         return self.lag(now) > keep and 2 * self.lag(now) > now - self.sent
-
-    @property
-    def member(self) -> bool:
-        """Whether it takes part in exchanges."""
-        return self.trains and self.reached
 
 
 class Standing:

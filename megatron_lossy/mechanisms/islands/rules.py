@@ -93,11 +93,6 @@ class Rule(ABC):
         """Return the state by name, if it belongs to the weights."""
         return self.state_dict() if self.belongs else {}
 
-    def copy(self, source: int, island: int) -> None:
-        """Give ``island``, which has just taken the weights of ``source``, the state that belongs to them."""
-        for kept in self.copied().values():
-            kept[island] = kept[source]
-
     def state_dict(self) -> dict[str, Any]:
         """Return the state that must be saved for a run to continue bit for bit."""
         return {name: getattr(self, name) for name in self.kept}
