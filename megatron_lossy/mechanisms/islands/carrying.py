@@ -118,6 +118,8 @@ class IslandLink(Carrier):
             phases=SYNC_PHASES,
             codes=form.codes,
         )
+        #: Return the counters of every other island, and the rates towards it.
+        self.counters, self.rates = self._channel.counters, self._channel.rates
         self._begun = 0
         self._hurries = config.udp_deadline_seconds is not None
         self._patience = world.patience
@@ -164,14 +166,6 @@ class IslandLink(Carrier):
         """Return the address of each place's row; ``None`` for this island, and for those that get none."""
         there = rows.keys() - {self.rank} - set(left_out)
         return [rows[place].data_ptr() if place in there else None for place in range(self._size)]
-
-    def counters(self) -> dict[int, dict[str, int]]:
-        """Return counters of every other island."""
-        return self._channel.counters()
-
-    def rates(self) -> dict[int, dict[str, float]]:
-        """Return rates towards every other island."""
-        return self._channel.rates()
 
     def close(self) -> None:
         self._channel.close()

@@ -176,11 +176,6 @@ class Rejoining:
         """The number of the latest epoch of which a copy has come; -1: there is none."""
         return max(list(self.copies), default=-1)
 
-    def without_values(self, epoch: int) -> tuple[Copy, int] | None:
-        """Return the copy of the epoch number ``epoch`` and its source, without values; ``None`` if it is not here."""
-        copy, source = self.copies.get(epoch, (None, -1))
-        return None if copy is None else (copy._replace(values={}), source)
-
     def take(self, epoch: int) -> tuple[Copy, int]:
         """Return the copy of the epoch number ``epoch`` and its source, and keep it no longer, nor older ones."""
         found = self.copies[epoch]
@@ -192,14 +187,10 @@ class Rejoining:
         """Receive the copy of the source behind ``pair``, a :class:`.connections.Pair`, on a thread, as a member of the epoch number ``epoch``."""
 
         def run() -> None:
-            numbers = itertools.count(1)
-
-            def receive(part: torch.Tensor) -> None:
-                number = next(numbers)  # the source sends the first part at an exchange of the epoch
-                pair.get("copy", number, part, self._seconds if number > 1 else math.inf)
-
+            # The source sends the first part at an exchange of the epoch.
+            numbers, within = itertools.count(1), itertools.chain([math.inf], itertools.repeat(self._seconds))
             with pair.used():
-                copy = receive_copy(receive)
+                copy = receive_copy(lambda part: pair.get("copy", next(numbers), part, next(within)))
             self.copies[epoch] = copy, pair.slot
 
         self._begin(run, f"no copy of island {pair.slot}; it listens")

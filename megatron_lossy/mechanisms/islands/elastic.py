@@ -210,7 +210,8 @@ class ElasticIslands(RankIslands):
             return
         slot, copies = self._standing.slot, self._rejoining.copies
         if self.config.sync_ranks is not None:  # some ranks have no part of it
-            shared = [self._rejoining.without_values(self._copied)]
+            found = copies.get(self._copied)
+            shared = [found and (found[0]._replace(values={}), found[1])]
             dist.broadcast_object_list(shared)
             copies.setdefault(self._copied, shared[0])
         if copies[self._copied][0].made > now:  # of one that is ahead

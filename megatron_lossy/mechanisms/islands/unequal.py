@@ -7,6 +7,7 @@ scattered to them afterwards. So islands need the same parameters, and not the s
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,12 +18,11 @@ from .vector import STEP, HostCopy, Segment, Vector, held
 
 
 class Stretch(NamedTuple):
-    """Consecutive elements of a tensor of one rank, and the place of the first one in the part of another."""
+    """Consecutive elements ``inside`` a piece of one rank, and their place in the part of another."""
 
     piece: int
-    first: int
-    length: int
-    place: int
+    inside: slice
+    place: slice
 
 
 class Piece(NamedTuple):
@@ -76,12 +76,13 @@ class PartVector(Vector):
         bounds += [whole] * (group.size() - parts)  # ranks without a part
         own = [(piece.start, piece.start + piece.main.numel()) for piece in self._pieces]
         everywhere = self._everywhere(own)
-        assert sum(stop - start for theirs in everywhere for start, stop in theirs) == whole, (
-            "elements of no rank, or of two"
-        )
-        #: By rank, what of this one's pieces is in its part, and what of its pieces is in this one's.
-        self._sent = [list(_stretches(own, *bounds[other : other + 2])) for other in range(group.size())]
-        self._received = [list(_stretches(theirs, *bounds[rank : rank + 2])) for theirs in everywhere]
+        owned = sum(stop - start for theirs in everywhere for start, stop in theirs)
+        assert owned == whole, "elements of no rank, or of two"
+        # By rank, what of this one's pieces is in its part, and what of its pieces is in this one's.
+        sent = [list(_stretches(own, *bounds[other : other + 2])) for other in range(group.size())]
+        received = [list(_stretches(theirs, *bounds[rank : rank + 2])) for theirs in everywhere]
+        self._given, self._taken = ([sum(_lengths(one)) for one in side] for side in (sent, received))
+        self._sent, self._received = (list(itertools.chain(*side)) for side in (sent, received))
         self._copy = torch.zeros(bounds[rank + 1] - bounds[rank], device=device)
         super().__init__([Segment(0, self._copy, None)], len(self._copy), device)
         self.gather_weights()
@@ -147,35 +148,28 @@ class PartVector(Vector):
 
     def _gather(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return this rank's part of the elements that all ranks have in ``tensors``, one for each piece."""
-        rows = [
-            tensors[stretch.piece].reshape(-1)[stretch.first : stretch.first + stretch.length]
-            for stretch in _all(self._sent)
-        ]
         values = torch.zeros_like(self._copy)
-        received = self._cross(rows, self._sent, self._received)
-        for stretch, row in zip(_all(self._received), received, strict=True):
-            values[stretch.place : stretch.place + stretch.length] = row
+        rows = [tensors[stretch.piece].reshape(-1)[stretch.inside] for stretch in self._sent]
+        received = self._cross(rows, self._given, self._taken)
+        for stretch, row in zip(self._received, received.split(_lengths(self._received)), strict=True):
+            values[stretch.place] = row
         return values
 
     def _scatter(self, values: torch.Tensor) -> list[torch.Tensor]:
         """Return new elements for each piece of this rank. ``values``: of the part."""
         found = [torch.zeros(piece.main.numel(), device=self._copy.device) for piece in self._pieces]
         values = values.to(self._copy.device)
-        rows = [values[stretch.place : stretch.place + stretch.length] for stretch in _all(self._received)]
-        received = self._cross(rows, self._received, self._sent)
-        for stretch, row in zip(_all(self._sent), received, strict=True):
-            found[stretch.piece][stretch.first : stretch.first + stretch.length] = row
+        received = self._cross([values[stretch.place] for stretch in self._received], self._taken, self._given)
+        for stretch, row in zip(self._sent, received.split(_lengths(self._sent)), strict=True):
+            found[stretch.piece][stretch.inside] = row
         return found
 
-    def _cross(
-        self, rows: Sequence[torch.Tensor], out: Sequence[Sequence[Stretch]], back: Sequence[Sequence[Stretch]]
-    ) -> Sequence[torch.Tensor]:
-        """Send ``rows``, one for each stretch of ``out``, to its rank. Return a row for each stretch of ``back``."""
-        given, taken = ([sum(stretch.length for stretch in stretches) for stretches in side] for side in (out, back))
+    def _cross(self, rows: Sequence[torch.Tensor], given: Sequence[int], taken: Sequence[int]) -> torch.Tensor:
+        """Send ``rows``, of which each rank gets as many elements as ``given`` has for it, and return those of all ranks."""
         sent = torch.cat([self._copy.new_zeros(0), *rows])
         received = self._copy.new_zeros(sum(taken))
-        dist.all_to_all_single(received, sent, taken, given, group=self._group)
-        return received.split([stretch.length for stretch in _all(back)])
+        dist.all_to_all_single(received, sent, list(taken), list(given), group=self._group)
+        return received
 
 
 def _stretches(pieces: Sequence[tuple[int, int]], start: int, stop: int) -> Iterator[Stretch]:
@@ -183,11 +177,11 @@ def _stretches(pieces: Sequence[tuple[int, int]], start: int, stop: int) -> Iter
     for number, (first, last) in enumerate(pieces):
         low, high = max(first, start), min(last, stop)
         if low < high:
-            yield Stretch(number, low - first, high - low, low - start)
+            yield Stretch(number, slice(low - first, high - first), slice(low - start, high - start))
 
 
-def _all(by_rank: Sequence[Sequence[Stretch]]) -> list[Stretch]:
-    return [stretch for stretches in by_rank for stretch in stretches]
+def _lengths(stretches: Sequence[Stretch]) -> list[int]:
+    return [stretch.place.stop - stretch.place.start for stretch in stretches]
 
 
 def _small(value: Any) -> Any:
