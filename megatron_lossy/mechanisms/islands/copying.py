@@ -60,7 +60,8 @@ class Buckets:
             for number, (size, _) in enumerate(parts)
         }
         #: Arguments of a channel, by name.
-        self.named = {
+        self.named: dict[str, Any] = {
+            "phases": SYNC_PHASES,
             "alike": repr((config.sync_subset, form.code)),
             "codes": form.codes,
             "reported": [(phase, number) for phase in SYNC_PHASES for number in self.must],

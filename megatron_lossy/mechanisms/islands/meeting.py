@@ -123,14 +123,14 @@ class Meeting:
 class Talk:
     """The words of two ranks that connect: the ``store`` of their channel. A context manager.
 
-    ``nonce``: of the preparation. ``me``, ``other``: the members. ``wanted``: whether it goes on. The rank of the lower slot names the
+    ``nonce``: of the preparation. ``me``, ``other``: the members. ``closing``: set to end it. The rank of the lower slot names the
     session, a new one each time; ``former`` is the one before. Messages stay until :meth:`forget`: the other one may yet read them.
     """
 
     def __init__(
-        self, meeting: Meeting, nonce: str, me: Member, other: Member, wanted: Callable[[], bool], former: str
+        self, meeting: Meeting, nonce: str, me: Member, other: Member, closing: threading.Event, former: str
     ) -> None:
-        self._meeting, self._wanted, self._former, self._slot = meeting, wanted, former, slot_of(other)
+        self._meeting, self._closing, self._former, self._slot = meeting, closing, former, slot_of(other)
         self._own, self._others = f"{nonce} {other}", f"{nonce} {me}"
         self._leads = slot_of(me) < self._slot
         #: Until there is a new one the session before: a talk that fails must not let the next one join that again.
@@ -179,7 +179,7 @@ class Talk:
             return answer if (session != self._former if key == "session" else session == self.session) else None
 
         with meeting.changed:
-            meeting.changed.wait_for(lambda: heard() is not None or meeting.ended or not self._wanted(), _ANSWER)
+            meeting.changed.wait_for(lambda: heard() is not None or meeting.ended or self._closing.is_set(), _ANSWER)
             answer = heard()
         if answer is None:
             raise NoAnswer(f"island {self._slot} does not answer")
