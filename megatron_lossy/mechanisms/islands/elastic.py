@@ -35,7 +35,7 @@ from .carrying import EpochView, Lane
 from .connections import Connections
 from .copying import Rejoining, held_state, put_state, source_of
 from .first_rank import FirstRank, LostSlot
-from .membership.messages import Entry, read, slot_of
+from .membership.messages import Entry, slot_of
 from .membership.protocol import Local
 from .membership.store import check_url, open_store
 from .monitor import Diary
@@ -157,13 +157,11 @@ class ElasticIslands(RankIslands):
                 raise said[0]
         return said[0]
 
-    def _learn(self, texts: Sequence[tuple[str, str]]) -> None:
+    def _learn(self, found: Sequence[tuple[Entry, str]]) -> None:
         """Learn entries and the roles in them, on all ranks."""
-        for text, role in texts:
-            entry = read(Entry, text)
-            assert entry is not None, text
-            self._known.append((entry, role))
-            if self._connections is not None:
+        self._known += found
+        if self._connections is not None:
+            for entry, _ in found:
                 self._connections.among(entry)
 
     def _take_up(self, made: int) -> int:
@@ -265,9 +263,9 @@ class ElasticIslands(RankIslands):
             if begun == self._begun:
                 self._visits = -visits
             if known > len(self._known):
-                texts: list[Any] = [None if first is None else first.found[len(self._known) : known]]
-                dist.broadcast_object_list(texts)
-                self._learn(texts[0])
+                found: list[Any] = [None if first is None else first.found[len(self._known) : known]]
+                dist.broadcast_object_list(found)
+                self._learn(found[0])
             self._jump = jump * self.config.sync_interval
             self._copied = came if came == -least else -1
             return self._signal

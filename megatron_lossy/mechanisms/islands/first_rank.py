@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...base.errors import UsageError, first_line, refuse
-from .membership.messages import Entry, Slot, write
+from .membership.messages import Entry, Slot
 from .membership.protocol import ANY, Island, Local, Plan, Times
 from .membership.store import Store, split_address
 
@@ -42,8 +42,8 @@ class FirstRank:
     def __init__(self, part: Any, me: str, store: Store, began: int) -> None:
         config, self._part, self._connections, self._store = part.config, part, part._connections, store
         self.began, self._url = began, config.rendezvous
-        #: The entries that have this island, as text, with its role.
-        self.found: list[tuple[str, str]] = []
+        #: The entries that have this island, with its role.
+        self.found: list[tuple[Entry, str]] = []
         #: The error with which this island ends.
         self.ends: UsageError | None = None
         self._flags, self._join = part.flags(), config.island_join
@@ -138,8 +138,8 @@ class FirstRank:
         entry = self._island.entry
         if entry is None:
             return
-        if not self.found or self.found[-1][0] != write(entry):
-            self.found.append((write(entry), self._island.role))
+        if not self.found or self.found[-1][0] != entry:
+            self.found.append((entry, self._island.role))
         for pair in self._connections.among(entry).values():
             pair.say(entry)
 
@@ -160,7 +160,7 @@ class FirstRank:
     # --- on the thread that trains -------------------------------------------------------------------------------------
 
     @property
-    def begins(self) -> list[tuple[str, str]] | None:
+    def begins(self) -> list[tuple[Entry, str]] | None:
         """The entries so far; ``None``: there are none. Raises :class:`UsageError` if this island cannot begin."""
         self._check()
         if self.ends is not None:
@@ -179,7 +179,7 @@ class FirstRank:
             self._run = run, now
         stands = now - self._run[1] > self._patience + plan.seconds
         near = plan.run is not None and (exchange - run) * plan.seconds <= self._patience / 2
-        return near or stands or self.found[-1][0] != write(entry)
+        return near or stands or self.found[-1][0] != entry
 
     def jump(self, exchange: int) -> int:
         """Return the exchange to go on with if the others are far ahead of this island, at ``exchange``; else 0."""
