@@ -69,10 +69,7 @@ class Form:
 
 
 def bytes_sent(config: LossyConfig, count: int, among: tuple[int, int] | None = None) -> float:
-    """Return the bytes that a sender sends in an exchange of ``count`` elements.
-
-    ``among``: the numbers of senders and receivers; ``None``: all islands are both.
-    """
+    """Return the bytes that a sender sends of ``count`` elements. ``among``: senders and receivers; ``None``: all islands."""
     form, (senders, receivers) = Form(config), among or (config.islands, config.islands)
     shard = -(-count // senders)
     return theory.bytes_sent(count, senders, form.items(form.cut(shard)) * form.dtype.itemsize / shard, receivers)
@@ -134,10 +131,7 @@ class Rest:
 
 
 class Mean(NamedTuple):
-    """The result of an exchange. ``values`` [k]: the owners' means.
-
-    ``arrived`` bool[islands of this process, k], or ``None`` if all arrived everywhere.
-    """
+    """The owners' means ``values`` [k], and where they ``arrived``, bool[islands of this process, k]; ``None``: everywhere."""
 
     values: torch.Tensor
     arrived: torch.Tensor | None

@@ -337,10 +337,7 @@ class RankIslands(ExchangingRank):
 
     @contextlib.contextmanager
     def consensus_weights(self) -> Iterator[bool]:
-        """Return a context with the mean of the islands' owners' weights in the model; with false, with their own.
-
-        A collective call of all islands.
-        """
+        """See :meth:`.JobGroup.consensus_weights`. A collective call of all islands."""
         self._settle()
         with torch.no_grad():
             own = [own_shard(bucket, group.rank(), group.size()).float() for bucket, group in self._buckets]

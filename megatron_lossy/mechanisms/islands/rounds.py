@@ -41,9 +41,7 @@ _LEFT = 0.01
 
 @dataclass
 class Flight:
-    """An exchange under way: its number, the iteration before it, its elements, the values that were sent, the rule's snapshot, and what waits
-    for the mean.
-    """
+    """An exchange under way. ``step``: the iteration before it. ``snapshot``: of the rule. ``pending``: waits for the mean."""
 
     number: int
     step: int
@@ -80,10 +78,7 @@ class Rounds:
 
     @torch.no_grad()
     def after_iteration(self, step: int) -> int | None:
-        """Begin and use the exchanges that are due after iteration ``step`` (from 0).
-
-        Return the number of elements of the exchange that begins, or ``None`` if none does.
-        """
+        """Begin and use the exchanges due after iteration ``step``. Return the elements of the one that begins, if one does."""
         number, left = divmod(step + 1, self._interval)
         if left and (step + 1 - self._delay) % self._interval:
             return None
@@ -336,10 +331,7 @@ class Standing:
         self.slot.listens = self.slot.stopped(now, keep)
 
     def may_send(self, visits: int) -> bool:
-        """Begin an exchange. Return whether the island is about to send again.
-
-        ``visits``: how often means have set each element since it began to listen, at least.
-        """
+        """Begin an exchange. Return whether the island sends again, since means have set each element ``visits`` times."""
         needed = needed_visits(self._overlap, self.slot.own) if self._outer is None else outer_visits(*self._outer)
         if self.slot.listens and visits >= needed:
             self.slot.listens, self.slot.own = False, True

@@ -194,10 +194,7 @@ class Subset:
 
 @dataclass(frozen=True)
 class Segment:
-    """Elements from ``start`` on: ``main`` float32[n], and its ``rounded`` copy [n] in the model.
-
-    ``rounded`` is ``None`` if the model computes with ``main`` itself.
-    """
+    """``main`` float32[n], elements from ``start`` on, and its ``rounded`` copy in the model; ``None``: that has ``main``."""
 
     start: int
     main: torch.Tensor

@@ -52,11 +52,7 @@ class IslandWorld:
         """Compare nothing: all islands have one command line."""
 
     def open(self, init_process_group: Callable[..., Any], timeout: timedelta) -> None:
-        """Make the island the default world. A collective call of all ranks of all islands.
-
-        ``init_process_group``: makes the default group from ``store``, ``rank``, ``world_size`` and ``timeout``.
-        ``timeout``: the time that a rank waits for another one, in its island or not.
-        """
+        """See :meth:`.base.jobs.World.open`."""
         global _store, _opened
         self.patience = timeout.total_seconds()
         if _store is None:

@@ -44,10 +44,7 @@ Route = Callable[[str, str, bytes], "tuple[int, str, bytes]"]
 
 
 def open_journal(path: Path) -> sqlite3.Connection:
-    """Return the file of SQLite that keeps the values of a coordinator. One process at a time has it.
-
-    Raise :class:`UsageError` if it cannot be used.
-    """
+    """Return the file of SQLite that keeps a coordinator's values, for one process at a time. Raise :class:`UsageError`."""
     try:
         journal = sqlite3.connect(path, timeout=0, isolation_level=None)
         journal.executescript(_OPEN)
