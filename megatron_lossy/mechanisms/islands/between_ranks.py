@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -38,7 +38,7 @@ class Pieces:
     """``own`` float32[k], which becomes what arrives, in ``islands`` pieces of ``form``.
 
     If some values are not finite, all pieces are blank, so that the others see that nothing comes from here. ``count``: k. ``shard``,
-    ``units``: the elements of a piece. ``here``: whether they were in host memory from the beginning.
+    ``units``: the elements of a piece.
     """
 
     def __init__(self, own: torch.Tensor, islands: int, form: Form) -> None:
@@ -46,7 +46,6 @@ class Pieces:
         self.shard = -(-len(own) // islands)
         self.units = form.cut(self.shard)
         self._dtype = form.dtype
-        self.here = is_here(own)
         missing = islands * self.shard - len(own)
         whole = torch.nn.functional.pad(own, (0, missing)) if missing else own
         rows = own.new_empty(islands, form.items(self.units), dtype=form.dtype)
@@ -78,34 +77,26 @@ class Pieces:
 
 
 class RankExchange:
-    """One exchange, whose halves are made on ``thread``, and its mean.
+    """One exchange, whose halves :meth:`run` makes, and its mean. ``of``: the exchanges that it is one of.
 
-    ``of``: the exchanges that it is one of. ``step``: the iteration before it. ``own`` [k]: the vector of this island, of the elements
-    at ``places``. ``before``: set once the means of the exchange before are rounded, whose rests go into these; :attr:`rounded`: once
-    these are.
+    ``step``: the iteration before it. ``own`` [k]: the vector of this island, of the elements at ``places``. :attr:`rounded`: set once
+    the means are rounded, whose rests go into those of the next exchange.
     """
 
+    #: The result of :meth:`run`.
+    future: Future[tuple[Mean, torch.cuda.Event | None, list[np.ndarray]]]
+
     def __init__(
-        self,
-        of: RankExchanges,
-        step: int,
-        carrier: Carrier,
-        own: torch.Tensor,
-        places: Places | None,
-        before: threading.Event,
-        thread: ThreadPoolExecutor,
+        self, of: RankExchanges, step: int, carrier: Carrier, own: torch.Tensor, places: Places | None
     ) -> None:
         self._of, self._step, self._carrier, self._own = of, step, carrier, own
         self._pieces = Pieces(own, len(carrier.senders), of.form)
         #: By phase bool[senders, units], the units that the draw delivers here; ``None``: everything.
         self._drawn = [self._draw(phase) for phase in SYNC_PHASES]
         self._places = None if places is None else places.on(_HOST)
-        self._rest, self._before, self.rounded = of.rest, before, threading.Event()
+        self._rest, self._before, self.rounded = of.rest, of.rounded, threading.Event()
         self._told = False
         self._mean: Mean | None = None
-        self._future = thread.submit(self._run)
-        if not carrier.observes and self._pieces.here:
-            self.tell()
 
     def _draw(self, phase: str) -> np.ndarray | None:
         network, exchange = self._of.networks[phase], Exchange(phase, self._of.stream, self._step)
@@ -125,8 +116,8 @@ class RankExchange:
         if self._told:
             return
         self._told = True
-        observed = self._carrier.observes
-        for phase, units in zip(SYNC_PHASES, self._future.result()[2] if observed else self._arriving(), strict=True):
+        arrived = self.future.result()[2] if self._carrier.observes else self._arriving()
+        for phase, units in zip(SYNC_PHASES, arrived, strict=True):
             if units is not None and (self._carrier.place is not None or phase != SYNC_PHASES[0]):
                 exchange = Exchange(phase, self._of.stream, self._step)
                 cut = [self._pieces.units]
@@ -135,7 +126,7 @@ class RankExchange:
     def wait(self) -> Mean:
         """Return the result, which is kept. Raise the errors of the exchange: another island is gone, for example."""
         if self._mean is None:
-            (values, arrived), brought, _ = self._future.result()
+            (values, arrived), brought, _ = self.future.result()
             self.tell()
             if brought is not None:
                 brought.wait()
@@ -146,7 +137,7 @@ class RankExchange:
 
     # --- on the thread -----------------------------------------------------------------------------------------------
 
-    def _run(self) -> tuple[Mean, torch.cuda.Event | None, list[np.ndarray]]:
+    def run(self) -> tuple[Mean, torch.cuda.Event | None, list[np.ndarray]]:
         """Make both halves. Return the mean, the event on CUDA after which it is on the device, and by phase the units that arrived."""
         try:
             return self._cross()
@@ -216,18 +207,21 @@ class RankExchanges:
         self.networks = networks_between(config, stream, steps)
         self._interval, self._carrier = config.sync_interval, carrier
         self._threads = [ThreadPoolExecutor(1, "megatron-lossy-islands") for _ in range(config.lanes)]
-        self._rounded = threading.Event()  # the mean of the latest exchange
-        self._rounded.set()
+        self.rounded = threading.Event()  # the mean of the latest exchange
+        self.rounded.set()
         self._untold: RankExchange | None = None
 
     def begin(self, step: int, sent: torch.Tensor, places: Places | None = None) -> RankExchange:
         """Begin the exchange of ``sent`` float32[1, k]. See :meth:`.InMemory.begin`."""
         exchange = (step + 1) // self._interval - 1
-        carrier, thread = self._carrier(exchange), self._threads[exchange % len(self._threads)]
-        crossing = RankExchange(self, step, carrier, sent[0], places, self._rounded, thread)
-        self._rounded = crossing.rounded
+        carrier = self._carrier(exchange)
+        crossing = RankExchange(self, step, carrier, sent[0], places)
+        self.rounded = crossing.rounded
+        crossing.future = self._threads[exchange % len(self._threads)].submit(crossing.run)
         if not carrier.observes:
             self._untold = crossing
+            if is_here(sent):
+                self.tell()
         return crossing
 
     def forget(self, island: int) -> None:
