@@ -70,8 +70,8 @@ class Pair:
         self._closing = threading.Event()
         self._users = 0  # exchanges and copies under way
         self._said = False
-        self._thread = threading.Thread(target=self._run, name="megatron-lossy-pair", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name="megatron-lossy-pair", daemon=True)
+        self.thread.start()
 
     # --- messages ----------------------------------------------------------------------------------------------------
 
@@ -209,10 +209,6 @@ class Pair:
     def close(self) -> None:
         """Close it, on its thread."""
         self._closing.set()
-
-    def join(self, seconds: float) -> None:
-        """Wait until it is closed, ``seconds`` at most."""
-        self._thread.join(seconds)
 
     def _run(self) -> None:
         connections, failed = self._connections, 0
@@ -426,4 +422,4 @@ class Connections:
         self.meeting.end()
         until = time.monotonic() + 2 * LINGER
         for pair in pairs:
-            pair.join(max(0.0, until - time.monotonic()))
+            pair.thread.join(max(0.0, until - time.monotonic()))

@@ -60,8 +60,6 @@ class FSDPIslands(ExchangingRank):
         run.job, run.jobs = self.world.island, self.config.islands
         run.events.on(built=self.ready, iteration_ends=self.end_iteration, restart=self.restart)
 
-    # --- building --------------------------------------------------------------------------------------------------
-
     def ready(self) -> None:
         """Begin with the weights of now. A collective call of all islands."""
         self._control.total(torch.zeros(1))  # all are there
@@ -87,8 +85,6 @@ class FSDPIslands(ExchangingRank):
             base += shard.numel()
         return Vector(segments, base, self._run.device)
 
-    # --- an iteration ----------------------------------------------------------------------------------------------
-
     def end_iteration(self) -> None:
         """End an iteration: the update is made, and no weight of it was gathered yet."""
         for rounds in self._rounds:
@@ -98,8 +94,6 @@ class FSDPIslands(ExchangingRank):
     def restart(self, iteration: int) -> None:
         """Count updates from ``iteration`` on."""
         self._updates = iteration
-
-    # --- weights and state -----------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def consensus_weights(self) -> Iterator[None]:

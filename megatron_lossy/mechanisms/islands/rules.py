@@ -165,10 +165,9 @@ class MovingAverage(Rule):
 
     kept = ("progress",)
 
-    def __init__(
-        self, islands: int, size: int, first: float, last: float, hold: int, steps: int, device: torch.device
-    ) -> None:
-        self._first, self._last, self._hold, self._steps = first, last, hold, steps
+    def __init__(self, config: LossyConfig, islands: int, size: int, steps: int, device: torch.device) -> None:
+        self._first, self._last, self._hold = config.ema_coefficient
+        self._steps = steps
         self.progress = torch.zeros(islands, size, device=device)
 
     def coefficient(self, step: int) -> float:
@@ -251,8 +250,7 @@ def make_rule(config: LossyConfig, weights: Sequence[torch.Tensor], steps: int |
     if config.correction == "smith":
         gain = predictor_gain(config) if config.gain is None else config.gain
         return SmithPredictor(gain, islands, size, device) if config.may_overlap else Mixing(gain)
-    first, last, hold = config.ema_coefficient
-    return MovingAverage(islands, size, first, last, hold, steps or 0, device)
+    return MovingAverage(config, islands, size, steps or 0, device)
 
 
 def critical_gain(config: LossyConfig) -> float:
