@@ -72,8 +72,7 @@ class Island(Trainer):
     def __init__(self, settings: IslandSettings, flags: dict[str, Any] | None) -> None:
         world = IslandWorld(settings.islands)
         world.open(_made_already, timedelta(minutes=10))
-        self._meeting = Collectives(world, "benchmark")
-        self.carried = 0
+        self._meeting, self.carried = Collectives(world, "benchmark"), 0
         config = None if flags is None else LossyConfig(islands=settings.islands, **flags)
         super().__init__(settings, config, None if config is None else world)
 
