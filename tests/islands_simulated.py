@@ -115,7 +115,7 @@ class Process:
         connected = [me for me in self.connect if me != self.me and world.linked(self.me, me)]
         for me in connected:
             world.met[frozenset((self.me, me))] = world.now
-        answers = None if self.ask is None else world.answers(self.ask)
+        answers = None if self.ask is None else world.answers(self.ask.me)
         local = Local(
             unix=UNIX + world.now,
             iteration=int(self.made),
@@ -125,6 +125,7 @@ class Process:
             attempt=self.attempt,
             connected=connected,
             answers=answers,
+            gone=self.ask.me if self.ask and self.slot in world.same and not world.by_name(self.ask.me) else "",
         )
         world.store.away = world.away or self.cut_until > world.now
         try:
@@ -165,6 +166,7 @@ class World:
         self.down, self.one_way = {}, {}
         self.met, self.back = {}, {}
         self.broken, self.counts, self.entries, self.trained_alone = [], Counter(), {}, {}
+        self.same = range(0, size, 2)  # slots that come back on the same machine
         self.processes = [Process(self, slot) for slot in range(size)]
         self.others = []  # starts for slots that are taken, or with other flags
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
@@ -12,6 +14,7 @@ import torch
 
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.mechanisms.islands import connections as module
+from megatron_lossy.mechanisms.islands import first_rank
 from megatron_lossy.mechanisms.islands.carrying import EpochView, Lane
 from megatron_lossy.mechanisms.islands.connections import Connections
 from megatron_lossy.mechanisms.islands.copying import PART, HostCopy, receive_copy, send_copy
@@ -197,3 +200,22 @@ def test_a_lost_connection_opens_again(islands, transport):
         time.sleep(0.01)
     with pytest.raises(PeerLost):
         pair.get("copy", 1, torch.zeros(10, dtype=torch.uint8), 0.1)
+
+
+@pytest.mark.ranks
+@both
+def test_an_island_that_has_ended_answers_no_more(islands, transport):
+    """A forked child, as a loader starts, does not answer for it."""
+    run = islands(transport, slots=(0,))
+    address = run.all[0].listen()
+    assert first_rank._listens(address)
+    child = os.fork()
+    if not child:
+        signal.pause()
+    run.all[0].close()
+    run.all[0].host.close()
+    try:
+        assert first_rank._listens(address) is False
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)

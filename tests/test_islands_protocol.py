@@ -65,6 +65,22 @@ def test_the_rules_hold_in_trouble_at_random(seed):
     assert found.counts["entries"] > 5 and found.counts["met"] > 100_000
 
 
+@pytest.mark.parametrize("same", [range(0), range(8)], ids=["elsewhere", "on the same machine"])
+def test_kills_that_follow_each_other_quickly_do_not_end_the_run(same):
+    found = world(8)
+    found.same = same
+    for _ in range(40):
+        dies = found.random.choice([one for one in found.processes if one.held and one.alive])
+        found.kill(dies)
+        found.back[dies.slot] = found.now + 8
+        found.run(11)
+        assert len([one for one in found.processes if one.alive and one.sends()]) >= 1 + bool(same)
+    found.run(120)
+    found.check_one_epoch()
+    assert found.broken == [] and found.counts["entries"] > 30
+    assert [entry.number for entry in found.entries.values() if not entry.parent] == [min(found.entries)]
+
+
 EVENTS = st.lists(
     st.tuples(st.sampled_from(sorted(CHANCES)), st.permutations(range(4)), st.floats(0, 1), st.floats(0, 60)),
     max_size=12,
@@ -128,6 +144,19 @@ def test_a_start_with_other_flags_or_for_a_taken_slot_is_refused_and_changes_not
         key: value for key, value in before.items() if "beat" not in key
     }
     assert all(one.alive for one in found.processes)
+
+
+def test_a_process_that_has_ended_on_this_machine_need_not_be_silent_first():
+    found = world()
+    ended = found.processes[1]
+    found.kill(ended)
+    found.back[1] = 1e9
+    taken = Island(Slot("1/00000001", "host", "a", "f"), 3, TIMES, 0.0)
+    assert taken.poll(0.0, found.store.values, Local(0.0)).ask.me == ended.me
+    assert not taken.poll(1.0, found.store.values, Local(0.0, answers=False)).writes
+    assert not taken.poll(2.0, found.store.values, Local(0.0, answers=False, gone="1/ffffffff")).writes
+    [claim] = taken.poll(3.0, found.store.values, Local(0.0, answers=False, gone=ended.me)).writes
+    assert claim.key == "slot/1" and read(Slot, claim.old).me == ended.me
 
 
 def test_flags_are_the_next_ones_once_nobody_alive_has_them():

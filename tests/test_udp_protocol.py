@@ -479,11 +479,11 @@ def test_early_datagrams_take_no_more_memory_than_is_allowed(pair):
     node.close()
 
 
-def test_steps_far_ahead_and_steps_that_are_over_are_late(pair):
+def test_steps_far_ahead_are_dropped_and_steps_that_are_over_are_late(pair):
     pair.post(SECOND, "grad", 100, 0)
     assert pair.handle(SECOND, 1, data(0, step=100)) == "taken"
     assert pair.handle(SECOND, 1, data(0, step=101, number=1)) == "early"
-    assert pair.handle(SECOND, 1, data(0, step=109, number=2)) == "late"
+    assert pair.handle(SECOND, 1, data(0, step=109, number=2)) == "early dropped"
     assert pair.handle(SECOND, 1, data(0, step=99, number=3)) == "late"
     with pytest.raises(AssertionError, match="-2"):
         pair.post(SECOND, "grad", 100, 0)

@@ -349,3 +349,19 @@ def test_a_sender_far_ahead_loses_nothing():
             assert got.arrived.all()
             np.testing.assert_array_equal(got.pieces[0, :SHARD], sent[1])
             assert (got.pieces[0, SHARD:] == 0xEE).all()
+
+
+def test_a_message_whose_number_is_far_above_those_of_other_buckets_arrives():
+    """The sender has had no sign of where the receiver is, and the receiver takes no part in it yet."""
+    with World(2, {"grad": [(SHARD, UNIT)] * 2}, losing(0, 0), **REPORTED) as world:
+        sent = bytes_of(0, 2, SHARD)
+        world.nodes[0].post(world.now, "grad", 3, 0, [1])
+        world.nodes[1].send("grad", 3, 0, bytes_of(1, 2, SHARD), ALL[::-1])
+        world.run_for(SECOND)
+        world.nodes[0].send("grad", 100, 1, sent, ALL)
+        world.run_for(SECOND)
+        assert world.nodes[1].counters(0)["early_dropped"] >= UNITS
+        got = world.nodes[1].post(world.now, "grad", 100, 1, [0])
+        world.run(lambda: got.over_at)
+        assert got.arrived[0].all()
+        np.testing.assert_array_equal(got.pieces[0, :SHARD], sent[1])

@@ -23,6 +23,7 @@ from ...base.errors import first_line, host_port
 from ...config import LossyConfig
 from ...transport.address import resolve
 from ...transport.ends import end_for
+from ...transport.forks import close_in_children
 from ...transport.leaving import Departures, PeerLost
 from .copying import PART, Buckets
 from .flags import SYNC_PHASES
@@ -318,7 +319,7 @@ class Connections:
                 self._listener = socket.create_server((address, port), family=family)
             except OSError:  # another process has this port of TCP
                 self._listener = socket.create_server((address, 0), family=family)
-            port = self._listener.getsockname()[1]
+            port = close_in_children(self._listener).getsockname()[1]
             threading.Thread(target=self._answer, args=[self._listener], daemon=True).start()
         return host_port(address, port)
 
@@ -417,8 +418,10 @@ class Connections:
         with self._changed:
             self.ended, pairs = True, self.pairs
             self._close(list(self._pairs))
-        if self._listener is not None:
-            self._listener.close()
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            listener.shutdown(socket.SHUT_RDWR)  # or it listens as long as its thread waits
+            listener.close()
         self.meeting.end()
         until = time.monotonic() + 2 * LINGER
         for pair in pairs:

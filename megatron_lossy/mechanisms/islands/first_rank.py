@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from ...base.errors import UsageError, first_line, refuse
@@ -51,13 +52,14 @@ class FirstRank:
         digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
         self._plan, self._leaves = Plan(), threading.Event()
         self._answers: bool | None = None  # the holder of the slot
+        self._gone = ""  # that holder, if it has ended for sure
         self._answered = time.monotonic()
         self._run: tuple[int | None, float] = (None, 0.0)  # how far the others are, and since when
         self._leapt = 0  # to this exchange, which the others have yet to make
         self._patience = config.island_patience
         self._address = self._connections.listen()
         times = replace(TIMES, join=config.island_join, alone=config.island_join)
-        own = Slot(me, socket.gethostname()[:200], self._address, digest)
+        own = Slot(me, socket.gethostname()[:200], self._address, digest, _machine())
         self._island = Island(own, config.islands, times, time.monotonic())
         self._unwritten = {f"flags/{digest}": text}
         #: The reason why the last poll failed; empty after one that did not.
@@ -113,7 +115,7 @@ class FirstRank:
         if run is not None and run < self._leapt:  # no island follows one that is about to be where the others are
             made = min(local.exchange, run)
             local = replace(local, exchange=made, iteration=min(local.iteration, made * local.interval))
-        return replace(local, leaves=self._leaves.is_set(), answers=self._answers)
+        return replace(local, leaves=self._leaves.is_set(), answers=self._answers, gone=self._gone)
 
     def _act(self, plan: Plan) -> None:
         self._plan = plan
@@ -129,8 +131,14 @@ class FirstRank:
             self.ends = self._difference(plan.flags) or UsageError(plan.refused)
         if plan.lost:
             self.ends = LostSlot(plan.lost)
-        # At the address of this island is no other one.
-        self._answers = None if plan.ask is None else plan.ask != self._address and _answers(plan.ask)
+        self._answers, self._gone = None, ""
+        if (holder := plan.ask) is not None:  # at the address of this island is no other one
+            found = _listens(holder.address) if holder.address != self._address else False
+            own = self._island.own.machine
+            self._answers, self._gone = (
+                bool(found),
+                holder.me if found is False and own and holder.machine == own else "",
+            )
         self._note()
 
     def _note(self) -> None:
@@ -202,10 +210,21 @@ class FirstRank:
             raise self._failed
 
 
-def _answers(address: str) -> bool:
-    """Return whether a process listens at ``address``."""
+def _listens(address: str) -> bool | None:
+    """Return whether a process listens at ``address``; ``None``: no answer."""
     try:
-        socket.create_connection(split_address(address, "--rendezvous"), _PROBE).close()
-    except (OSError, UsageError):
+        with socket.create_connection(split_address(address, "--rendezvous"), _PROBE) as found:
+            return bool(found.getsockname() != found.getpeername())  # a port of this host can connect with itself
+    except ConnectionRefusedError:
         return False
-    return True
+    except (OSError, UsageError):
+        return None
+
+
+def _machine() -> str:
+    """Return text that only processes of one boot of one machine share, and of one network there; empty: there is none."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{Path('/proc/self/ns/net').stat().st_ino}"
+    except OSError:
+        return ""

@@ -18,6 +18,7 @@ from typing import Any
 
 from ...base.errors import refuse
 from ..address import resolve
+from ..forks import close_in_children
 from ..network import choose_congestion
 from ..settings import Settings
 from ..udp.session import Opening
@@ -75,7 +76,7 @@ class Host:
 
     def new_socket(self, family: int) -> socket.socket:
         """Return a socket with the options of all connections. Raise :class:`UsageError` for a refused algorithm."""
-        made = socket.socket(family, socket.SOCK_STREAM)
+        made = close_in_children(socket.socket(family, socket.SOCK_STREAM))
         choose_congestion(made, self.settings.congestion)
         made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in (
@@ -161,7 +162,7 @@ class Host:
 
     def _accept(self, _: int) -> None:
         try:
-            made, _address = self._listener.accept()
+            made = close_in_children(self._listener.accept()[0])
         except OSError as error:
             logger.debug("stream: %s", error)
             self.watch(self._listener, 0, self._accept)

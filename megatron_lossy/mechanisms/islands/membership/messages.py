@@ -66,12 +66,13 @@ class Birth:
 
 @dataclass(frozen=True)
 class Slot:
-    """Its holder. ``flags``: digest of those that islands must share. ``address``: where it listens, HOST:PORT."""
+    """Its holder. ``flags``: digest of those that islands must share. ``address``: where it listens, HOST:PORT. ``machine``: where it runs."""
 
     me: Member
     host: str
     address: str
     flags: str
+    machine: str = ""
 
 
 @dataclass(frozen=True)

@@ -48,8 +48,8 @@ class Local:
     ``unix``: seconds, of a clock that may be wrong. ``iteration`` and ``exchange``: made so far; ``interval`` iterations make an
     exchange, which takes ``seconds``. ``ready``: its weights are the run's, and may be sent. ``leaves``: it is about to end. ``received``:
     members whose frames have come within the time of silence. ``connected``: candidates of the preparation ``attempt`` to which a
-    connection stands. ``answers``: whether the holder of this island's slot answers at its address; ``None``: not known. ``shown``: fields
-    of a :class:`Beat` for operators.
+    connection stands. ``answers``: whether the holder of this island's slot answers at its address; ``None``: not known. ``gone``: the
+    holder, if it was a process of this machine that has ended. ``shown``: fields of a :class:`Beat` for operators.
     """
 
     unix: float
@@ -63,6 +63,7 @@ class Local:
     attempt: str = ""
     connected: Collection[Member] = ()
     answers: bool | None = None
+    gone: Member = ""
     shown: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -78,7 +79,7 @@ class Write(NamedTuple):
 class Plan:
     """``writes`` in their order, of which the rest is left out once one fails. ``connect``: to these, of attempt ``attempt``.
 
-    ``ask``: the address of a holder, which may be alive. ``refused`` and ``lost``: the line with which this island ends, before it
+    ``ask``: a holder, which may be alive. ``refused`` and ``lost``: the line with which this island ends, before it
     held its slot or afterwards; ``flags``: those of the run, if that is why. ``run``: the exchanges that the median of the other senders
     has made, each in ``seconds``; ``None``: there are none. ``lines``: for the log.
     """
@@ -86,7 +87,7 @@ class Plan:
     writes: list[Write] = field(default_factory=list)
     connect: Members = ()
     attempt: str = ""
-    ask: str | None = None
+    ask: Slot | None = None
     refused: str | None = None
     lost: str | None = None
     flags: str = ""
@@ -175,8 +176,6 @@ class Island:
             self._propose(now, picture, local, plan)
         return plan
 
-    # -- who lives
-
     def _judge(self, now: float, picture: Picture) -> None:
         """Count silence by polls that follow each other: neither an outage of the store nor this island's own sleep counts."""
         step = now - self._polled if self._polled is not None else 0.0
@@ -230,13 +229,14 @@ class Island:
             if "flags" not in picture.texts:
                 plan.writes.append(Write("flags", self.own.flags, None))
             return True
-        if holder is None or (self._silent(holder.me, picture, local) and local.answers is False):
-            if now >= self._quiet:
+        gone = holder is not None and holder.me == local.gone
+        if gone or holder is None or (self._silent(holder.me, picture, local) and local.answers is False):
+            if gone or now >= self._quiet:
                 plan.writes.append(claim)
             return False
         if self._alive(holder.me, picture, local) or local.answers:
             plan.refused = f"--island {self.slot}: the island at {holder.host} has this slot, and is alive"
-        plan.ask = holder.address
+        plan.ask = holder
         return False
 
     def _agree(self, now: float, picture: Picture, local: Local, plan: Plan) -> bool:
@@ -272,10 +272,7 @@ class Island:
 
     @property
     def _ident(self) -> str:
-        """The hash of the entry; empty without one."""
         return self.entry.ident if self.entry else ""
-
-    # -- the next entry
 
     def _connect(self, now: float, picture: Picture, local: Local, plan: Plan) -> None:
         prepared = picture.prepared
@@ -307,22 +304,25 @@ class Island:
         if base is not None and last is not None and last.ident == base.ident and self._stands(wanted, live, base):
             self._fewer = None
             return
-        number, prepared, text = self._number(picture) + 1, picture.prepared, picture.texts.get("prepare")
-        if prepared is None or prepared.number != number:
-            prepared = None
-        age = now - self._attempt[1]
-        if prepared is None or prepared.by != self.me or set(prepared.candidates) != set(wanted):
-            if prepared is None or prepared.by == self.me or age >= self.times.connect + 2 * self.times.poll:
-                new = Preparation(number, self.me, self._draw(4), wanted)
-                plan.writes.append(Write("prepare", write(new), text))
+        number, there = self._number(picture) + 1, picture.prepared
+        prepared = there if there is not None and there.number == number else None
+        own = prepared if prepared is not None and prepared.by == self.me else None
+        # Islands come and die meanwhile: those that are left make this entry, and those that have come the one after it.
+        left = tuple(me for me in wanted if own is not None and me in own.candidates)
+        age, late = now - self._attempt[1], self.times.connect + 2 * self.times.poll
+        in_vain = base is not None and self._stands(left, live, base)
+        if own is None or in_vain or (left != wanted and age >= late):
+            if prepared is None or own is not None or age >= late:
+                new = write(Preparation(number, self.me, self._draw(4), wanted))
+                plan.writes.append(Write("prepare", new, picture.texts.get("prepare")))
             return
-        ready = {me: live[me].ready for me in wanted if live[me].attempt == prepared.nonce and not self._is_late(me)}
-        members = _connected(wanted, ready, self._senders(live, base))
-        if members != wanted and age < self.times.connect:
+        ready = {me: live[me].ready for me in left if live[me].attempt == own.nonce and not self._is_late(me)}
+        members = _connected(left, ready, self._senders(live, base))
+        if members != left and age < self.times.connect:
             return
-        self._leave_out(now, wanted, members, picture, plan)
+        self._leave_out(now, left, members, picture, plan)
         if self._may_commit(now, members, live, base, last):
-            entry = self._entry(prepared, members, live, base, local)
+            entry = self._entry(own, members, live, base, local)
             plan.writes.append(Write("epoch", write(entry), picture.texts.get("epoch")))
 
     def _live(self, picture: Picture, local: Local) -> dict[Member, Beat]:

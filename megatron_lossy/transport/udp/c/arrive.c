@@ -55,9 +55,8 @@ static int take_data(struct member *m, const struct header *h, const uint8_t *by
     struct source *s = &x->sources[m->rank];
     uint32_t unit = h->index;
     if (!x->posted) {
-        if (!may_come(m->channel, h->phase, x->bucket, h->step, 1))
-            verdict = LATE;
-        else
+        verdict = admit(m->channel, h->phase, x->bucket, h->step, 1);
+        if (verdict == TAKEN)
             verdict = early_keep(x, m, unit, bytes, size);
     } else if (!s->expected) {
         verdict = LATE;
@@ -96,8 +95,8 @@ static int take_end(struct member *m, const struct header *h, const uint8_t *pay
 {
     int verdict = TAKEN;
     struct exchange *x = come_to(m, h, 1, &verdict);
-    if (x && !x->posted && !may_come(m->channel, h->phase, x->bucket, h->step, 1))
-        verdict = LATE;
+    if (x && !x->posted)
+        verdict = admit(m->channel, h->phase, x->bucket, h->step, 1);
     if (verdict == LATE)
         say_done(m, h, now);
     if (verdict != TAKEN)

@@ -174,22 +174,21 @@ static int passed(const struct channel *c, const struct bucket *b, uint32_t step
     return c->closing || !later(step, to_receive ? &b->posted : &b->sent);
 }
 
-/* A peer's exchange that is not known here: whether it is still to come, and near enough to be kept. */
-static int may_come(const struct channel *c, int phase, const struct bucket *b, uint32_t step, int to_receive)
+/* A peer's exchange that this rank has not come to: TAKEN, LATE, or EARLY_DROPPED: it is too far ahead to be kept, and comes again. */
+static int admit(const struct channel *c, int phase, const struct bucket *b, uint32_t step, int to_receive)
 {
-    return !passed(c, b, step, to_receive) && near(&c->newest[phase], step);
+    return passed(c, b, step, to_receive) ? LATE : near(&c->newest[phase], step) ? TAKEN : EARLY_DROPPED;
 }
 
-/* The exchange of a peer's datagram. NULL: it is over or left out here (LATE), or there is no room (EARLY_DROPPED). */
+/* The exchange of a peer's datagram. NULL: it is over or left out here (LATE), or it is not kept (EARLY_DROPPED). */
 static struct exchange *come_to(struct member *m, const struct header *h, int to_receive, int *verdict)
 {
     struct channel *c = m->channel;
     struct exchange *x = find(c, h->phase, h->step, h->bucket);
     if (x)
         return x;
-    if (!may_come(c, h->phase, &c->bucket[h->phase][h->bucket], h->step, to_receive))
-        *verdict = LATE;
-    else if (!(x = exchange_new(c, h->phase, h->step, h->bucket, 1)))
+    *verdict = admit(c, h->phase, &c->bucket[h->phase][h->bucket], h->step, to_receive);
+    if (*verdict == TAKEN && !(x = exchange_new(c, h->phase, h->step, h->bucket, 1)))
         *verdict = EARLY_DROPPED;
     return x;
 }
