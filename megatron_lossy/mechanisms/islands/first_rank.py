@@ -135,10 +135,8 @@ class FirstRank:
         if (holder := plan.ask) is not None:  # at the address of this island is no other one
             found = _listens(holder.address) if holder.address != self._address else False
             own = self._island.own.machine
-            self._answers, self._gone = (
-                bool(found),
-                holder.me if found is False and own and holder.machine == own else "",
-            )
+            self._answers = bool(found)
+            self._gone = holder.me if found is False and own and holder.machine == own else ""
         self._note()
 
     def _note(self) -> None:
