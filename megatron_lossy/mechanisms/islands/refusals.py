@@ -69,7 +69,7 @@ def _corrects(config: LossyConfig, correction: str) -> bool:
     return config.averages and config.sync_method == "parameters" and config.correction == correction
 
 
-# Conditions about flags that :meth:`.IslandFlags.check` refuses without several islands ask for no islands themselves.
+# IslandFlags.check refuses most flags of islands without several of these: conditions on such flags need not ask for islands.
 ISLANDS = Section(
     "islands",
     "Islands",
