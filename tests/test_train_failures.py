@@ -210,24 +210,26 @@ def kill_one(ranks: list[Program], chance: random.Random, reached: Callable[[], 
 
 @pytest.mark.on_cuda
 @killed
-def test_killed_ranks_continue_bit_for_bit(data, tmp_path):
+@pytest.mark.parametrize("size", [pytest.param(2, id="flat"), pytest.param(4, id="two sites")])
+def test_killed_ranks_continue_bit_for_bit(size, data, tmp_path):
     """Killed while a checkpoint is written aside, at any moment, and when one is in its place, mostly before the tracker names it."""
     base = TINY | data | OVERLAP | PACKETS | {"grad_recovery": "previous"}
     base |= {"train_iters": ITERATIONS, "save_interval": 2, "log_interval": 1, "save_replicas": True}
+    base |= {"sites": 2} if size > 2 else {}
     once, often = tmp_path / "once", tmp_path / "often"
-    done = run_program("megatron_lossy.train", *as_flags(base | {"save": str(once)}), ranks=2)
+    done = run_program("megatron_lossy.train", *as_flags(base | {"save": str(once)}), ranks=size)
     assert done.returncode == 0, done.stderr
     flags = as_flags(base | {"save": str(often), "load": str(often)})
     chance, seconds = random.Random(1), sum(record["seconds"] for record in read_records(once, "train"))
     happened = []
     for pattern in ("iter_*.tmp", None, "iter_*[0-9]"):
         ranks, at = (
-            start_ranks("megatron_lossy.train", *flags, ranks=2),
+            start_ranks("megatron_lossy.train", *flags, ranks=size),
             time.monotonic() + chance.uniform(0, 1 + seconds),
         )
         reached = new_folder(often, pattern) if pattern else lambda at=at: time.monotonic() > at
         happened.append(kill_one(ranks, chance, reached, together=pattern is None))
-    done = run_program("megatron_lossy.train", *flags, ranks=2)
+    done = run_program("megatron_lossy.train", *flags, ranks=size)
     assert done.returncode == 0, done.stderr
     assert any(happened)
     assert recorded_losses(once) == recorded_losses(often)
@@ -238,7 +240,7 @@ def test_killed_ranks_continue_bit_for_bit(data, tmp_path):
         [file.read_bytes() for file in sorted((run / f"iter_{ITERATIONS:07d}" / "lossy_replicas").iterdir())]
         for run in (once, often)
     ]
-    assert replicas[0] == replicas[1] and len(replicas[0]) == 2
+    assert replicas[0] == replicas[1] and len(replicas[0]) == size
 
 
 @pytest.mark.parametrize(
