@@ -32,6 +32,7 @@ from benchmarks.step_overhead import (
     turns,
 )
 from megatron_lossy.config import LossyConfig
+from megatron_lossy.mechanisms.islands.carrying import Collectives
 from megatron_lossy.mechanisms.islands.world import IslandWorld
 
 _FEW = {"sync_method": "parameters", "sync_fraction": 0.05}
@@ -71,15 +72,14 @@ class Island(Trainer):
     def __init__(self, settings: IslandSettings, flags: dict[str, Any] | None) -> None:
         world = IslandWorld(settings.islands)
         world.open(_made_already, timedelta(minutes=10))
-        self._meeting = world.meet("benchmark")
-        self.carried = 0
+        self._meeting, self.carried = Collectives(world, "benchmark"), 0
         config = None if flags is None else LossyConfig(islands=settings.islands, **flags)
         super().__init__(settings, config, None if config is None else world)
 
     def barrier(self) -> None:
         """Let the ranks of all islands come here."""
         super().barrier()
-        self._meeting.all_gather(torch.zeros(1))
+        self._meeting.gather(torch.zeros(1))
 
     def timed(self, work: Callable[[], None]) -> float:
         """Return the seconds that ``work`` takes, and count bytes meanwhile."""

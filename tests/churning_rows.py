@@ -10,7 +10,7 @@ import torch
 
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.lab.virtual.island_churn import Churn
-from megatron_lossy.mechanisms.islands.mean import InMemory
+from megatron_lossy.lab.virtual.island_mean import InMemory
 from megatron_lossy.mechanisms.islands.rounds import MemberRounds
 from megatron_lossy.mechanisms.islands.vector import Subset
 from tests.vectors import STREAM, vectors_of
@@ -38,7 +38,8 @@ class ChurningRows:
                 self.rounds.restart(one.slot)
             if one.how == "copy":
                 self.weights[one.slot] = self.weights[one.source]
-                self.rounds.rule.copy(one.source, one.slot)
+                for kept in self.rounds.rule.copied().values():
+                    kept[one.slot] = kept[one.source]
         local(self.step, self.weights, self.churn.presence.training)
         epoch = self.churn.end(self.step, self.rounds.visits)
         if epoch is not None:

@@ -22,6 +22,7 @@ from megatron_lossy.base import device
 from megatron_lossy.base.device import cpu, optimizer
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
+from megatron_lossy.mechanisms.islands.carrying import Collectives
 from megatron_lossy.mechanisms.islands.world import IslandWorld
 from megatron_lossy.run.monitor.window import of_all_ranks
 from megatron_lossy.transport import BucketSpec, LossyGroup, lossy_all_gather, lossy_reduce_scatter
@@ -347,7 +348,7 @@ def attempt(rank: int, port: int, late: list[float], islands: int, wait: timedel
     world = IslandWorld(islands)
     world.open(device.init_process_group, wait)
     torch.distributed.all_reduce(total)
-    return [*total.tolist(), *world.meet("test").total(torch.ones(1)).tolist()]
+    return [*total.tolist(), *Collectives(world, "test").total(torch.ones(1)).tolist()]
 
 
 @pytest.mark.parametrize(("islands", "sums"), [(1, [4]), (2, [2, 2])])

@@ -16,8 +16,8 @@ from megatron_lossy.config import LossyConfig
 from megatron_lossy.delivery_log.reader import DeliveryLogFolder
 from megatron_lossy.lab.delivery_log.verify import verify
 from megatron_lossy.lab.virtual.island_churn import ChurningIslands, Presence
+from megatron_lossy.lab.virtual.island_mean import InMemory
 from megatron_lossy.lab.virtual.island_schedule import Event, check_schedule, read_schedule
-from megatron_lossy.mechanisms.islands.mean import InMemory
 from megatron_lossy.mechanisms.islands.monitor import EPOCHS, EpochLog
 from megatron_lossy.mechanisms.islands.rounds import Epoch, Member, Standing, needed_visits, outer_visits
 from megatron_lossy.mechanisms.islands.rules import Result, make_rule

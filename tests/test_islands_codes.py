@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.mechanisms.islands.mean import InMemory, bytes_sent
+from megatron_lossy.lab.virtual.island_mean import InMemory
+from megatron_lossy.mechanisms.islands.mean import bytes_sent
 from tests.reference import block_payload, block_values
 from tests.vectors import STREAM, rounds_of
 

@@ -20,7 +20,6 @@ from megatron_lossy.mechanisms.islands.connections import Connections
 from megatron_lossy.mechanisms.islands.copying import PART, HostCopy, receive_copy, send_copy
 from megatron_lossy.mechanisms.islands.membership.messages import Entry, Preparation, write
 from megatron_lossy.mechanisms.islands.monitor import Diary
-from megatron_lossy.mechanisms.islands.rounds import epoch_of
 from megatron_lossy.transport.leaving import PeerLost
 from megatron_lossy.transport.settings import settings_of
 from megatron_lossy.transport.stream.host import Host
@@ -69,8 +68,8 @@ class Islands:
         def one(slot):
             diary = Diary(slot)
             diary.note = lambda event, with_island, **_: self.lost.append((slot, with_island))
-            among = EpochView(epoch_of(ENTRY), 0, slot, self.all[slot], self.pairs(slot), diary)
-            lane = Lane(self.config, among, 0, number, diary)
+            among = EpochView(ENTRY, 0, slot, self.all[slot], diary)
+            lane = Lane(self.config, among, slot, 0, number, diary)
             pieces = torch.full((ISLANDS, SIZE // ISLANDS), float(value + slot))
             received, arrived = lane.scatter(pieces)
             gathered, came = lane.gather(received[slot])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from queue import SimpleQueue
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,14 +15,13 @@ from megatron_lossy.mechanisms.islands.copying import (
     PART,
     DamagedCopy,
     HostCopy,
-    held_rules,
     held_state,
-    put_rules,
     put_state,
     receive_copy,
     send_copy,
 )
-from megatron_lossy.mechanisms.islands.rules import make_rule
+from megatron_lossy.mechanisms.islands.rules import NoCorrection, make_rule
+from tests.vectors import vectors_of
 
 pytestmark = pytest.mark.shows("islands that copy another one")
 
@@ -85,11 +85,18 @@ def test_a_copy_has_the_outer_weights_of_each_vector():
     config = LossyConfig(islands=2, sync_method="diloco")
     theirs, mine = ([make_rule(config, [torch.randn(5 + n)], None) for n in range(2)] for _ in range(2))
     theirs[1].buffer += 3
-    copy, _ = across({"step": 3} | held_rules(theirs))
-    assert put_rules(mine, copy.values) == {"step": 3}
+    nothing = [SimpleNamespace(held_state=lambda _: {"step": 3}, put_state=lambda *own: put.append(own)) for _ in mine]
+    put, ends = [], [rounds_of(nothing, rules) for rules in (theirs, mine)]
+    copy, _ = across(held_state(ends[0], "ab"))
+    put_state(ends[1], "ab", copy.values)
     for here, there in zip(mine, theirs, strict=True):
         assert torch.equal(here.outer, there.outer) and torch.equal(here.buffer, there.buffer)
-    assert put_rules(mine, {}) == {}  # of a rank that exchanges nothing
+    put_state(ends[1], "ab", {})  # of a rank that exchanges nothing
+    assert put == [("a", {"step": 3}), ("b", {"step": 3}), ("a", {}), ("b", {})]
+
+
+def rounds_of(vectors, rules):
+    return [SimpleNamespace(vectors=[one], rule=rule) for one, rule in zip(vectors, rules, strict=True)]
 
 
 def test_what_is_held_is_the_state_at_that_time():
@@ -98,20 +105,6 @@ def test_what_is_held_is_the_state_at_that_time():
     values.zero_()
     copy, _ = across({"w": held})
     assert copy.values["w"].sum() == 10
-
-
-class Plain:
-    """All elements of one parameter."""
-
-    def __init__(self, parameter):
-        self.parameter = parameter
-
-    def read(self, places):
-        assert places is None
-        return self.parameter.detach().clone()
-
-    def write(self, places, values):
-        self.parameter.copy_(values)
 
 
 def trained(seed, steps, **options):
@@ -133,8 +126,10 @@ def train(parameters, optimizers, steps):
 def test_a_copy_trains_on_as_its_source(steps):
     """From then on they are equal, at equal learning rates; these are not copied."""
     source, own = trained(0, 3, amsgrad=True), trained(1, steps, amsgrad=True)
-    copy, _ = across(held_state([Plain(one) for one in source[0]], source[1]))
-    put_state([Plain(one) for one in own[0]], own[1], copy.values)
+    rules = [NoCorrection(), NoCorrection()]
+    ends = [rounds_of(vectors_of([one.detach() for one in weights]), rules) for weights, _ in (source, own)]
+    copy, _ = across(held_state(ends[0], source[1]))
+    put_state(ends[1], own[1], copy.values)
     assert [one.param_groups[0]["lr"] for one in own[1]] == [1.1, 1.1]
     for optimizer in own[1]:
         optimizer.param_groups[0]["lr"] = 0.1

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.base.exchange import Stream
 from megatron_lossy.config import LossyConfig
+from megatron_lossy.lab.virtual import island_mean as means_in_memory
 from megatron_lossy.mechanisms.islands import between_ranks as means_of_ranks
-from megatron_lossy.mechanisms.islands import mean as means_in_memory
 from megatron_lossy.mechanisms.islands import vector as vectors
-from megatron_lossy.mechanisms.islands.between_ranks import Parties, RankExchanges
+from megatron_lossy.mechanisms.islands.between_ranks import RankExchanges
 from megatron_lossy.mechanisms.islands.flags import SYNC_PHASES
-from megatron_lossy.mechanisms.islands.mean import Form, InMemory
+from megatron_lossy.mechanisms.islands.mean import Form
 from megatron_lossy.mechanisms.islands.vector import Places, Segment, Vector, shard_vector
 from megatron_lossy.transport.base import draw
 
@@ -52,6 +52,7 @@ class AtTable:
 
     def __init__(self, table: Table, island: int, units: int, forgets: bool) -> None:
         self.table, self.island, self.units, self.observes = table, island, units, forgets
+        self.senders, self.place = range(len(table.put)), island
 
     def arrived(self) -> np.ndarray | None:
         if not self.observes:
@@ -76,8 +77,8 @@ def cross(config: LossyConfig, sent: torch.Tensor, step: int, units: int = 0, fo
     table, told = Table(len(sent)), [[] for _ in sent]
 
     def one(island: int):
-        parties = lambda exchange: Parties(range(len(sent)), island, AtTable(table, island, units, forgets))
-        crossing = RankExchanges(config, STREAM, island, parties, None, told[island].append)
+        carrier = AtTable(table, island, units, forgets)
+        crossing = RankExchanges(config, STREAM, island, lambda exchange: carrier, None, told[island].append)
         mean = crossing.begin(step, sent[island : island + 1]).wait()
         crossing.close()
         return mean
@@ -86,24 +87,17 @@ def cross(config: LossyConfig, sent: torch.Tensor, step: int, units: int = 0, fo
         return list(pool.map(one, range(len(sent)))), told
 
 
-def test_pieces_that_leave_a_device(monkeypatch):
-    """They are the pieces of host memory, to the bit, and are reported with the request for them or their mean."""
-    random = torch.Generator().manual_seed(0)
-    for form in map(
-        Form, (LossyConfig(**TWO), LossyConfig(**TWO, sync_dtype="bf16"), LossyConfig(**TWO, sync_dtype="int8"))
-    ):
-        for islands, count in ((1, 3), (2, 4), (3, 10), (4, 2)):
-            for value in (1.0, torch.inf):
-                own = torch.randn(count, generator=random)
-                own[count // 2] = value
-                found = []
-                for is_here in (True, False):
-                    monkeypatch.setattr(means_of_ranks, "is_here", lambda vector, is_here=is_here: is_here)
-                    pieces = means_of_ranks.Pieces(own.clone(), islands, form)
-                    assert pieces.here == is_here
-                    rows = form.decode(pieces.rows, pieces.units).nan_to_num(99.0)
-                    found.append((pieces.present, pieces.shard, rows.tolist(), pieces.rows.dtype, pieces.rows.shape))
-                assert found[0] == found[1] and found[0][0] == (value == 1.0)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "int8"])
+def test_pieces_are_what_arrives_or_blank(dtype):
+    random, form = torch.Generator().manual_seed(0), Form(LossyConfig(**TWO, sync_dtype=dtype))
+    for islands, count in ((1, 3), (2, 4), (3, 10), (4, 2)):
+        for value in (1.0, torch.inf):
+            own = torch.randn(count, generator=random)
+            own[count // 2] = value
+            pieces = means_of_ranks.Pieces(own, islands, form)
+            rows = form.decode(pieces.rows, pieces.units)
+            assert pieces.present == (value == 1.0) and rows.shape == (islands, pieces.shard)
+            assert torch.equal(rows.view(-1)[:count], own) if pieces.present else rows.isnan().all()
 
 
 def test_of_what_leaves_a_device_is_told_later(monkeypatch):
@@ -115,9 +109,7 @@ def test_of_what_leaves_a_device_is_told_later(monkeypatch):
     table = Table(2)
     later = []
     crossings = [
-        RankExchanges(
-            config, STREAM, island, lambda _, seat=seat: Parties((0, 1), seat.island, seat), None, later.append
-        )
+        RankExchanges(config, STREAM, island, lambda _, seat=seat: seat, None, later.append)
         for island, seat in enumerate([AtTable(table, island, 0, False) for island in (0, 1)])
     ]
     waiting = [crossing.begin(0, sent[island : island + 1]) for island, crossing in enumerate(crossings)]
@@ -173,7 +165,7 @@ def test_as_islands_in_one_process(islands, flags, broken):
         sent = torch.randn(islands, 101, generator=random)
         if broken is not None:
             sent[broken, 7] = torch.inf
-        together = InMemory(config, STREAM, None)
+        together = means_in_memory.InMemory(config, STREAM, None)
         expected = together.begin(step, together_sent := sent.clone()).wait()
         means, told = cross(config, own_sent := sent.clone(), step)
         if broken is None:
@@ -236,7 +228,7 @@ def test_a_mean_to_which_nobody_sent_is_lost(dtype, gathers, monkeypatch):
     lost = {"p_sync": 0.3, "loss_unit": "packet", "packet_bytes": 16, "sync_dtype": dtype}
     config = LossyConfig(islands=3, sync_method="parameters", **lost)
     sent, width = torch.randn(3, 99, generator=torch.Generator().manual_seed(0)), 8 if dtype == "bf16" else 4
-    together = InMemory(config, STREAM, None)
+    together = means_in_memory.InMemory(config, STREAM, None)
     expected = together.begin(0, sent).wait()
     lost = slice(33 + width, 33 + 2 * width)
     assert not expected.arrived[:, lost].any()

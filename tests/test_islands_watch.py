@@ -32,7 +32,7 @@ class Launch:
     def __init__(self, slot, store, flags="f", islands=3, exchange=0):
         self.config = LossyConfig(islands=islands, sync_method="parameters", island_join=60.0, **ELASTIC)
         self._slot, self.exchange, self._connections = slot, exchange, self
-        self.pairs, self.listen, self.among = [], lambda: f"host:{slot}", lambda entry: {}
+        self.pairs, self.listen, self.among = [], lambda: f"{secrets.token_hex(4)}:{slot}", lambda entry: {}
         self.flags = lambda: {"--flag": flags}
         self.first = FirstRank(self, f"{slot}/{secrets.token_hex(4)}", store, 0)
         self.first.begin()

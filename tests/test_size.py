@@ -14,7 +14,7 @@ LIMITS = {
     "lines of tests": 38_508,
     "lines of scripts and benchmarks": 9_611,
     "files of islands": 25,
-    "lines of islands": 6_955,
+    "lines of islands": 6_545,
     "files under 40 lines": 10,
     "files over 450 lines": 0,
     "words of pages": 35_000,

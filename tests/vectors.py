@@ -8,7 +8,7 @@ import torch
 
 from megatron_lossy.base.exchange import Stream
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.mechanisms.islands.mean import InMemory
+from megatron_lossy.lab.virtual.island_mean import InMemory
 from megatron_lossy.mechanisms.islands.rounds import Rounds
 from megatron_lossy.mechanisms.islands.vector import Segment, Subset, Vector
 

@@ -7,7 +7,7 @@ if it had saved at its last iteration. Replicas within an island that has stood 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,6 +40,21 @@ class Return(NamedTuple):
     anew: bool
 
 
+@dataclass
+class VirtualSlot(Slot):
+    """``trains``: makes iterations. ``reached``: by others. ``life``: counts its starts. ``fresh``: it has not been there since it started."""
+
+    trains: bool = True
+    reached: bool = True
+    life: int = 0
+    fresh: bool = False
+
+    @property
+    def member(self) -> bool:
+        """Whether it takes part in exchanges."""
+        return self.trains and self.reached
+
+
 class Presence:
     """The islands of all slots.
 
@@ -52,9 +67,9 @@ class Presence:
         self, slots: int, keep: int, rejoin: str, overlap: int, empty: Iterable[int] = (), copies: bool = False
     ) -> None:
         self._keep, self._rejoin, self._overlap, self._copies = keep, rejoin, overlap, copies
-        self.slots = [Slot() for _ in range(slots)]
+        self.slots = [VirtualSlot() for _ in range(slots)]
         for slot in empty:
-            self.slots[slot] = Slot(trains=False, reached=False, own=False, fresh=True)
+            self.slots[slot] = VirtualSlot(trains=False, reached=False, own=False, fresh=True)
 
     # --- presence ------------------------------------------------------------------------------------------------
 
@@ -143,7 +158,7 @@ class Presence:
 
     def load_state_dict(self, state: Sequence[dict[str, Any]]) -> None:
         """Restore :meth:`state_dict`."""
-        self.slots = [Slot(**{each.name: saved[each.name] for each in fields(Slot)}) for saved in state]
+        self.slots = [VirtualSlot(**{each.name: saved[each.name] for each in fields(VirtualSlot)}) for saved in state]
 
 
 class Churn:
@@ -258,7 +273,8 @@ class ChurningIslands(VirtualIslands):
         if arrival.how == "copy":
             self._take_state(island, self._state_of(source))
             for rounds in self._member_rounds:
-                rounds.rule.copy(source, island)
+                for kept in rounds.rule.copied().values():
+                    kept[island] = kept[source]
         if arrival.idle or arrival.how == "copy":
             self._begin_equal(island)
 

@@ -29,7 +29,7 @@ from ...hooks.buckets import bucket_sizes
 from ...hooks.rng import on_cpu, rng_state, set_rng_state
 from ...hooks.versions import optimizers as inner_optimizers
 from ...mechanisms.islands.flags import CONSENSUS_FOLDER
-from ...mechanisms.islands.mean import InMemory, bytes_sent
+from ...mechanisms.islands.mean import bytes_sent
 from ...mechanisms.islands.monitor import IslandMonitor
 from ...mechanisms.islands.rounds import Rounds
 from ...mechanisms.islands.vector import Subset, Vector, shard_vector
@@ -37,6 +37,7 @@ from ...run.base import ModelChunks, Run
 from ...run.monitor import load_states, states_of
 from ...transport import LossyGroup
 from .cluster import VirtualCluster, buffers_for
+from .island_mean import InMemory
 
 #: The file of the islands in a checkpoint.
 ISLANDS = "lossy_islands.pt"

@@ -60,13 +60,11 @@ class IslandJobs(Jobs):
     def world(self, seed: int) -> World | None:
         if not self.config.averages:
             return None
-        if self.apart:
-            from .world import ElasticWorld
+        from .world import ElasticWorld, IslandWorld
 
-            return ElasticWorld(self.number, self.config.island or 0, seed)
-        from .world import IslandWorld
-
-        return IslandWorld(self.number, seed)
+        return (
+            ElasticWorld(self.number, self.config.island or 0, seed) if self.apart else IslandWorld(self.number, seed)
+        )
 
     def check(self, train_iters: int | None) -> None:
         config = self.config
@@ -96,12 +94,8 @@ class IslandJobs(Jobs):
 
 def under_way(config: IslandFlags) -> str:
     """Return in words the exchanges of an element that are under way at once."""
+    many = f"{config.overlap} later exchanges of an element"
     if config.sync_subset == "bernoulli":
-        many, subset = (
-            f"{config.mean_overlap:.3g} later exchanges of an element on average",
-            " and --sync-subset bernoulli",
-        )
-    else:
-        many = f"{config.overlap} later exchanges of an element"
-        subset = " and --sync-subset partition" if config.sync_subset == "partition" else ""
+        many = f"{config.mean_overlap:.3g} later exchanges of an element on average"
+    subset = "" if config.sync_subset == "cyclic" else f" and --sync-subset {config.sync_subset}"
     return f"{many} under way (--sync-delay {config.sync_delay}){subset}"

@@ -2,10 +2,11 @@
 
 Every island sends each owner its piece (an all-to-all). Owners add up in the order of the islands, so that the result
 is the same as for islands in one process. Then their means are gathered. Both halves run on a thread of their own while
-training goes on. Vectors go between a device and the carriers, which are in host memory, on a stream other than the computing one: on CUDA
-through page-locked memory, on a stream of their own. The threads of the carriers wait for it; training does not.
+training goes on. The carriers are in host memory. On CUDA vectors go there and back through page-locked memory, on a
+stream of their own, for which the threads wait; training does not.
 
-Its twin is :class:`.mean.InMemory`: here an island has one row of the exchange, and finds NaN for elements without a sender.
+Its twin is :class:`megatron_lossy.lab.virtual.island_mean.InMemory`: here an island has one row of the exchange, and
+finds NaN for elements without a sender.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -35,10 +35,10 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 class Pieces:
-    """``own`` float32[k] in ``islands`` pieces of ``form``.
+    """``own`` float32[k], which becomes what arrives, in ``islands`` pieces of ``form``.
 
-    ``own`` becomes what is sent: as it arrives. If some values are not finite, all pieces are blank: so the others see that nothing
-    comes from here. ``count``: k. ``shard``, ``units``: the elements of a piece. ``here``: whether they were in host memory from the beginning.
+    If some values are not finite, all pieces are blank, so that the others see that nothing comes from here. ``count``: k. ``shard``,
+    ``units``: the elements of a piece.
     """
 
     def __init__(self, own: torch.Tensor, islands: int, form: Form) -> None:
@@ -46,7 +46,6 @@ class Pieces:
         self.shard = -(-len(own) // islands)
         self.units = form.cut(self.shard)
         self._dtype = form.dtype
-        self.here = is_here(own)
         missing = islands * self.shard - len(own)
         whole = torch.nn.functional.pad(own, (0, missing)) if missing else own
         rows = own.new_empty(islands, form.items(self.units), dtype=form.dtype)
@@ -72,75 +71,125 @@ class Pieces:
         """[M, items], in host memory."""
         return torch.from_numpy(self._rows.wait()).view(self._dtype)
 
-
-class CopyMark:
-    """Marks the end of the work that :func:`aside` has so far. Made on a thread, used on the one that computes."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._event = None
-        if device.type == "cuda":
-            self._event = torch.cuda.Event()
-            self._event.record(stream_aside(device))
-
-    def use(self, *tensors: torch.Tensor | None) -> None:
-        """Let what is computed from now on use ``tensors``, which were brought before."""
-        if self._event is not None:
-            self._event.wait()
-            used_here(tensor for tensor in tensors if tensor is not None)
+    def forget(self) -> None:
+        """Keep the rows no longer: they have left."""
+        del self._rows
 
 
-class Parties(NamedTuple):
-    """Those whose weights are averaged in an exchange, in their order, and what carries it.
+class RankExchange:
+    """One exchange, whose halves :meth:`run` makes, and its mean. ``of``: the exchanges that it is one of.
 
-    ``place``: of this island among them, which owns the means of its place; ``None``: it gets means alone.
+    ``step``: the iteration before it. ``own`` [k]: the vector of this island, of the elements at ``places``. :attr:`rounded`: set once
+    the means are rounded, whose rests go into those of the next exchange.
     """
 
-    senders: Sequence[int]
-    place: int | None
-    carrier: Carrier
+    #: The result of :meth:`run`.
+    future: Future[tuple[Mean, torch.cuda.Event | None, list[np.ndarray]]]
 
+    def __init__(
+        self, of: RankExchanges, step: int, carrier: Carrier, own: torch.Tensor, places: Places | None
+    ) -> None:
+        self._of, self._step, self._carrier, self._own = of, step, carrier, own
+        self._pieces = Pieces(own, len(carrier.senders), of.form)
+        #: By phase bool[senders, units], the units that the draw delivers here; ``None``: everything.
+        self._drawn = [self._draw(phase) for phase in SYNC_PHASES]
+        self._places = None if places is None else places.on(_HOST)
+        self._rest, self._before, self.rounded = of.rest, of.rounded, threading.Event()
+        self._told = False
+        self._mean: Mean | None = None
 
-class Task(NamedTuple):
-    """An exchange that has begun, for the thread that makes it. ``step``: the iteration before it.
+    def _draw(self, phase: str) -> np.ndarray | None:
+        network, exchange = self._of.networks[phase], Exchange(phase, self._of.stream, self._step)
+        if network.lossless:
+            return None
+        [arrived] = draw(network, exchange, self._carrier.senders, [self._of.island], self._pieces.units.count)
+        return arrived.copy()  # torch wants to be able to write
 
-    ``drawn``: by phase bool[senders, units], the units that the draw delivers here; ``None``: everything. ``places``: of the elements, in
-    host memory. ``rest``: of this island's means. ``before``: set once the means of the exchange before are rounded, whose rests go into
-    these; ``rounded``: once these are.
-    """
+    def _arriving(self) -> Sequence[np.ndarray | None]:
+        """Return the drawn units; nothing if nothing comes from here: then nothing counts that comes here, either."""
+        if self._pieces.present:
+            return self._drawn
+        return [np.zeros((len(self._carrier.senders), self._pieces.units.count), dtype=bool)] * len(self._drawn)
 
-    step: int
-    parties: Parties
-    pieces: Pieces
-    drawn: Sequence[np.ndarray | None]
-    places: Places | None
-    rest: Rest | None
-    before: threading.Event
-    rounded: threading.Event
+    def tell(self) -> None:
+        """Report the arrivals, past or drawn; once."""
+        if self._told:
+            return
+        self._told = True
+        arrived = self.future.result()[2] if self._carrier.observes else self._arriving()
+        for phase, units in zip(SYNC_PHASES, arrived, strict=True):
+            if units is not None and (self._carrier.place is not None or phase != SYNC_PHASES[0]):
+                exchange = Exchange(phase, self._of.stream, self._step)
+                cut = [self._pieces.units]
+                self._of.told(Delivery(exchange, self._carrier.senders, [self._of.island], units[None], cut))
 
-    def arriving(self) -> Sequence[np.ndarray | None]:
-        """Return ``drawn``; nothing if nothing comes from here: then nothing counts that comes here, either."""
-        if self.pieces.present:
-            return self.drawn
-        return [np.zeros((len(self.pieces.rows), self.pieces.units.count), dtype=bool)] * len(self.drawn)
+    def wait(self) -> Mean:
+        """Return the result, which is kept. Raise the errors of the exchange: another island is gone, for example."""
+        if self._mean is None:
+            (values, arrived), brought, _ = self.future.result()
+            self.tell()
+            if brought is not None:
+                brought.wait()
+                used_here(tensor for tensor in (values, arrived) if tensor is not None)
+            count = len(self._own)
+            self._mean = Mean(values[:count], None if arrived is None else arrived[None, :count])
+        return self._mean
 
+    # --- on the thread -----------------------------------------------------------------------------------------------
 
-class Outcome(NamedTuple):
-    """A finished exchange: its mean, and by phase the units that arrived here, bool[senders, units].
+    def run(self) -> tuple[Mean, torch.cuda.Event | None, list[np.ndarray]]:
+        """Make both halves. Return the mean, the event on CUDA after which it is on the device, and by phase the units that arrived."""
+        try:
+            return self._cross()
+        finally:
+            self.rounded.set()  # whatever happened, the next one need not wait
+            self._pieces.forget()
+            self._carrier.end()
 
-    ``mean`` is on the device, but not :attr:`brought` yet.
-    """
+    def _cross(self) -> tuple[Mean, torch.cuda.Event | None, list[np.ndarray]]:
+        form, units, device = self._of.form, self._pieces.units, self._pieces.device
+        sent, drawn = self._pieces.rows, self._arriving()
+        received, arrived = self._carrier.scatter(sent)
+        rows = form.decode(received, units)
+        reduced = _complete(rows, units, drawn[0], arrived)
+        here = None if reduced.all() else elements_of(reduced[None], units, rows.device)
+        exact = mean_of(rows[:, None], here)[0]
+        gathered, arrived = self._carrier.gather(self._message(exact, reduced.any(axis=0)))
+        values = form.decode(gathered, units)
+        complete = _complete(values, units, drawn[1], arrived)
+        lossless = complete.all() and drawn[0] is None and drawn[1] is None
+        with aside(device):
+            # As units: the device makes elements of them.
+            back = None if lossless else elements_of(complete[None], units, device)[0].reshape(-1)
+            mine = Mean(to_device(values.reshape(-1), device), back)
+        brought = stream_aside(device).record_event() if device.type == "cuda" else None
+        return mine, brought, [reduced, complete]
 
-    mean: Mean
-    brought: CopyMark
-    arrived: list[np.ndarray]
+    def _message(self, exact: torch.Tensor, averaged: np.ndarray) -> torch.Tensor:
+        """Return the message [items] of the own means ``exact`` [shard]. ``averaged`` bool[units]."""
+        form, units, place = self._of.form, self._pieces.units, self._carrier.place
+        sent = torch.empty(form.items(units), dtype=form.dtype)
+
+        def crosses(values: torch.Tensor) -> torch.Tensor:
+            form.encode(values[None], units, sent[None])
+            return form.decode(sent[None], units)[0]
+
+        there = None if averaged.all() else elements_of(averaged[None, None], units, exact.device)[0, 0]
+        if self._rest is not None and place is not None:
+            self._before.wait()
+            self._rest.crossing(0, place, self._places, self._pieces.count, exact, there, crosses)
+            self.rounded.set()
+        else:  # elements without a sender have no mean; NaN marks them for the others
+            crosses(exact if there is None else exact.masked_fill(~there, torch.nan))
+        return sent
 
 
 class RankExchanges:
     """The exchanges of island ``island``, which this process belongs to.
 
-    ``parties``: returns those of an exchange by its number; as many numbers as there are lanes cross at once, each on a thread of its own.
+    ``carrier``: returns that of an exchange by its number; as many as there are lanes cross at once, each on a thread of its own.
     ``told``: gets the deliveries at this island: when an exchange begins, if its arrivals are drawn then, else when its mean is asked
-    for, or at :meth:`tell`. ``steps``: length of the run, if known. Raises :class:`UsageError` for a channel that cannot serve the islands.
+    for, or at :meth:`tell`. ``steps``: length of the run, if known. Raises :class:`UsageError` for a channel that cannot serve islands.
     """
 
     def __init__(
@@ -148,39 +197,32 @@ class RankExchanges:
         config: LossyConfig,
         stream: Stream,
         island: int,
-        parties: Callable[[int], Parties],
+        carrier: Callable[[int], Carrier],
         steps: int | None,
         told: Callable[[Delivery], None],
     ) -> None:
-        self._config, self._stream, self._island = config, stream, island
-        self._form = Form(config)
-        self.rest = None if self._form.exact else Rest()
-        self._networks = networks_between(config, stream, steps)
-        self._told, self._parties = told, parties
-        names = ["megatron-lossy-islands"] * config.lanes
-        self._threads = [ThreadPoolExecutor(1, thread_name_prefix=name) for name in names]
-        self._rounded = threading.Event()  # the mean of the latest exchange
-        self._rounded.set()
-        self._untold: Waiting | None = None
+        self.stream, self.island, self.told = stream, island, told
+        self.form = Form(config)
+        self.rest = None if self.form.exact else Rest()
+        self.networks = networks_between(config, stream, steps)
+        self._interval, self._carrier = config.sync_interval, carrier
+        self._threads = [ThreadPoolExecutor(1, "megatron-lossy-islands") for _ in range(config.lanes)]
+        self.rounded = threading.Event()  # the mean of the latest exchange
+        self.rounded.set()
+        self._untold: RankExchange | None = None
 
-    def begin(self, step: int, sent: torch.Tensor, places: Places | None = None) -> Waiting:
+    def begin(self, step: int, sent: torch.Tensor, places: Places | None = None) -> RankExchange:
         """Begin the exchange of ``sent`` float32[1, k]. See :meth:`.InMemory.begin`."""
-        [own] = sent
-        exchange = (step + 1) // self._config.sync_interval - 1
-        parties = self._parties(exchange)
-        pieces = Pieces(own, len(parties.senders), self._form)
-        drawn = [self._drawn(phase, step, pieces.units, parties.senders) for phase in SYNC_PHASES]
-        before, self._rounded = self._rounded, threading.Event()
-        here = None if places is None else places.on(_HOST)
-        task = Task(step, parties, pieces, drawn, here, self.rest, before, self._rounded)
-        future = self._threads[exchange % len(self._threads)].submit(self._run, task)
-        if parties.carrier.observes:
-            return Waiting(future, own, lambda crossed: self._tell(task, crossed.arrived))
-        waiting = Waiting(future, own, lambda _: self._tell(task, task.arriving()))
-        if pieces.here:
-            waiting.tell()
-        self._untold = waiting
-        return waiting
+        exchange = (step + 1) // self._interval - 1
+        carrier = self._carrier(exchange)
+        crossing = RankExchange(self, step, carrier, sent[0], places)
+        self.rounded = crossing.rounded
+        crossing.future = self._threads[exchange % len(self._threads)].submit(crossing.run)
+        if not carrier.observes:
+            self._untold = crossing
+            if is_here(sent):
+                self.tell()
+        return crossing
 
     def forget(self, island: int) -> None:
         """Let ``island``, that of this process, begin again, without the rests of exchanges under way."""
@@ -191,66 +233,6 @@ class RankExchanges:
         if self._untold is not None:
             self._untold.tell()
             self._untold = None
-
-    def _tell(self, task: Task, arrived: Sequence[np.ndarray | None]) -> None:
-        owner = task.parties.place is not None
-        for phase, units in zip(SYNC_PHASES, arrived, strict=True):
-            if units is not None and (owner or phase != SYNC_PHASES[0]):
-                exchange = Exchange(phase, self._stream, task.step)
-                self._told(Delivery(exchange, task.parties.senders, [self._island], units[None], [task.pieces.units]))
-
-    def _drawn(self, phase: str, step: int, units: BucketUnits, senders: Sequence[int]) -> np.ndarray | None:
-        """Return bool[senders, units]: the units that the draw delivers here; ``None``: everything."""
-        network, exchange = self._networks[phase], Exchange(phase, self._stream, step)
-        if network.lossless:
-            return None
-        [arrived] = draw(network, exchange, senders, [self._island], units.count)
-        return arrived.copy()  # torch wants to be able to write
-
-    def _run(self, task: Task) -> Outcome:
-        """Run :meth:`_cross`, on a thread."""
-        try:
-            return self._cross(task)
-        finally:
-            task.rounded.set()  # whatever happened, the next one need not wait
-            task.parties.carrier.end()
-
-    def _cross(self, task: Task) -> Outcome:
-        """Make both halves of the exchange, on a thread. The mean goes to the device."""
-        parties, units, device = task.parties, task.pieces.units, task.pieces.device
-        sent, drawn = task.pieces.rows, task.arriving()
-        received, arrived = parties.carrier.scatter(sent)
-        rows = self._form.decode(received, units)
-        reduced = _complete(rows, units, drawn[0], arrived)
-        here = None if reduced.all() else elements_of(reduced[None], units, rows.device)
-        exact = mean_of(rows[:, None], here)[0]
-        gathered, arrived = parties.carrier.gather(self._message(task, exact, reduced.any(axis=0)))
-        values = self._form.decode(gathered, units)
-        complete = _complete(values, units, drawn[1], arrived)
-        lossless = complete.all() and drawn[0] is None and drawn[1] is None
-        with aside(device):
-            # As units: the device makes elements of them.
-            back = None if lossless else elements_of(complete[None], units, device)[0].reshape(-1)
-            mine = Mean(to_device(values.reshape(-1), device), back)
-        return Outcome(mine, CopyMark(device), [reduced, complete])
-
-    def _message(self, task: Task, exact: torch.Tensor, averaged: np.ndarray) -> torch.Tensor:
-        """Return the message [items] of the own means ``exact`` [shard]. ``averaged`` bool[units]."""
-        units, place = task.pieces.units, task.parties.place
-        sent = torch.empty(self._form.items(units), dtype=self._form.dtype)
-
-        def crosses(values: torch.Tensor) -> torch.Tensor:
-            self._form.encode(values[None], units, sent[None])
-            return self._form.decode(sent[None], units)[0]
-
-        there = None if averaged.all() else elements_of(averaged[None, None], units, exact.device)[0, 0]
-        if task.rest is not None and place is not None:
-            task.before.wait()
-            task.rest.crossing(0, place, task.places, task.pieces.count, exact, there, crosses)
-            task.rounded.set()
-        else:  # elements without a sender have no mean; NaN marks them for the others
-            crosses(exact if there is None else exact.masked_fill(~there, torch.nan))
-        return sent
 
     def close(self) -> None:
         """End the exchanges: those that all islands have begun come to their end."""
@@ -271,31 +253,3 @@ def _complete(
     for known in (drawn, arrived):
         result = result if known is None else result & known[:, : units.count]
     return result
-
-
-class Waiting:
-    """An exchange under way on a thread. ``own`` [k]: the vector of this island.
-
-    ``tell``: reports arrivals; its argument is the finished exchange, or ``None`` if it is not finished.
-    """
-
-    def __init__(self, future: Future[Outcome], own: torch.Tensor, tell: Callable[[Outcome | None], None]) -> None:
-        self._future, self._own = future, own
-        self._tell: Callable[[Outcome | None], None] | None = tell
-        self._mean: Mean | None = None
-
-    def tell(self, crossed: Outcome | None = None) -> None:
-        """Report the arrivals, past or drawn; once."""
-        tell, self._tell = self._tell, None
-        if tell is not None:
-            tell(crossed)
-
-    def wait(self) -> Mean:
-        """Return the result of the exchange, which is kept. Raise its errors: another island is gone, for example."""
-        if self._mean is None:
-            crossed = self._future.result()
-            self.tell(crossed)
-            (values, arrived), count = crossed.mean, len(self._own)
-            crossed.brought.use(values, arrived)
-            self._mean = Mean(values[:count], None if arrived is None else arrived[None, :count])
-        return self._mean

@@ -11,6 +11,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,11 +20,12 @@ import torch
 from ...config import LossyConfig
 from ...transport.ends import end_for
 from ...transport.leaving import Departures, PeerLost, patiently
+from ...transport.peers import bytes_of
 from .flags import SYNC_PHASES
 from .mean import Form, mean_of
+from .membership.messages import Entry
 from .monitor import Diary
-from .rounds import Epoch
-from .world import Meeting
+from .rounds import epoch_of
 
 if TYPE_CHECKING:
     from .connections import Connections, Crossing, Pair
@@ -32,9 +34,14 @@ logger = logging.getLogger(__name__)
 
 
 class Carrier(ABC):
-    """Carries one exchange after the other between the islands, in host memory."""
+    """Carries one exchange after the other between the islands, in host memory.
 
-    #: Whether it reports losses.
+    ``senders``: the islands whose weights are averaged, in their order. ``place``: that of this island among them, which owns the means
+    of its place; ``None``: it gets means alone. ``observes``: whether the carrier reports losses.
+    """
+
+    senders: Sequence[int]
+    place: int | None
     observes = False
 
     @abstractmethod
@@ -56,73 +63,81 @@ class Carrier(ABC):
 
 
 class Collectives(Carrier):
-    """Exchanges over torch among all islands of ``meeting``."""
+    """Exchanges over gloo with the ranks of this one's place in each island of ``world``. Making one is a collective call of these.
 
-    def __init__(self, meeting: Meeting) -> None:
-        self._meeting = meeting
+    Tensors are contiguous, of any dtype. ``name``: unique.
+    """
+
+    def __init__(self, world: Any, name: str) -> None:
+        self.senders, self.place = range(world.islands), world.island
+        timeout = timedelta(seconds=world.patience)
+        self._group = torch.distributed.ProcessGroupGloo(world.store(name), world.island, world.islands, timeout)
 
     def scatter(self, pieces: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return self._meeting.all_to_all(pieces), None
+        received = torch.empty_like(pieces)
+        self._group.alltoall_base(bytes_of(received), bytes_of(pieces), [], []).wait()
+        return received, None
 
     def gather(self, own: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return self._meeting.all_gather(own), None
+        received = torch.empty(len(self.senders), *own.shape, dtype=own.dtype)
+        self._group._allgather_base(bytes_of(received), bytes_of(own)).wait()
+        return received, None
+
+    def total(self, own: torch.Tensor) -> torch.Tensor:
+        """Return the sum of ``own`` over all islands, on its device, added up in their order. All call it."""
+        first, *others = self.gather(own.detach().cpu().contiguous())[0]
+        result = first.clone()
+        for other in others:
+            result += other
+        return result.to(own.device)
 
 
 class IslandLink(Carrier):
-    """Exchanges of this island with others, one after another. One rank of each island opens it, a collective call.
+    """Exchanges over a network with the ranks of this one's place in each island of ``world``. Making one is a collective call of these.
 
-    ``most``: the most elements of an exchange. ``store``: a new store of these ranks. ``patience``: an island that sends nothing for this
-    many seconds counts as gone, and the exchange fails.
+    ``most``: the most elements of an exchange. An island that sends nothing for the patience of ``world`` counts as gone, and the
+    exchange fails. ``name``: unique.
     """
 
     observes = True
 
-    def __init__(
-        self,
-        config: LossyConfig,
-        name: str,
-        rank: int,
-        store: Any,
-        most: int,
-        patience: float,
-    ) -> None:
-        self.name, self.rank = f"islands {name}", rank
-        self._size, self._patience = size, _ = config.islands, patience
+    def __init__(self, config: LossyConfig, world: Any, name: str, most: int) -> None:
+        self.senders, self.place = range(world.islands), world.island
+        self.name, self.rank, self._size = f"islands {name}", world.island, world.islands
         form = Form(config)
-        self._shard = shard = form.items(form.cut(-(-max(most, 1) // size)))
-        bucket = (shard * form.dtype.itemsize, form.packet * form.dtype.itemsize)
-        buckets = {phase: [bucket] for phase in SYNC_PHASES}
-        codes = {} if form.code is None else dict.fromkeys(SYNC_PHASES, str(form.code))
-        alike = repr((config.sync_subset, list(range(size)), form.code))
-        end = end_for(config)
-        self._channel = end.open(
-            self.name, rank, size, store, name, buckets, alike=alike, phases=SYNC_PHASES, codes=codes
+        self._shard = form.items(form.cut(-(-max(most, 1) // self._size)))
+        bucket = (self._shard * form.dtype.itemsize, form.packet * form.dtype.itemsize)
+        self._channel = end_for(config).open(
+            self.name,
+            self.rank,
+            self._size,
+            world.store(name),
+            name,
+            {phase: [bucket] for phase in SYNC_PHASES},
+            alike=repr((config.sync_subset, list(self.senders), form.code)),
+            phases=SYNC_PHASES,
+            codes=form.codes,
         )
+        #: Return the counters of every other island, and the rates towards it.
+        self.counters, self.rates = self._channel.counters, self._channel.rates
         self._begun = 0
         self._hurries = config.udp_deadline_seconds is not None
-        self._leaving = Departures(config.udp_memory, patience)
+        self._patience = world.patience
+        self._leaving = Departures(config.udp_memory, world.patience)
         self._silent: list[int] = []  # places of islands that sent nothing of their latest message
 
     def scatter(self, pieces: torch.Tensor) -> tuple[torch.Tensor, np.ndarray]:
-        """Send ``pieces`` [M, n], one to each island. Return the pieces for this island [M, n], and the arrived units.
-
-        The second is bool[M, units]. Items that did not arrive are zero.
-        """
-        return self._cross(SYNC_PHASES[0], self._padded(pieces), pieces.shape[1])
+        return self._cross(SYNC_PHASES[0], pieces)
 
     def gather(self, own: torch.Tensor) -> tuple[torch.Tensor, np.ndarray]:
-        """Return [M, n]: ``own`` [n] of every island, and bool[M, units]: the units that came."""
-        result = self._cross(SYNC_PHASES[1], self._padded(own[None]), len(own))
+        result = self._cross(SYNC_PHASES[1], own[None])
         self._begun += 1
         return result
 
-    def _padded(self, rows: torch.Tensor) -> torch.Tensor:
-        sent = torch.zeros(len(rows), self._shard, dtype=rows.dtype)
-        sent[:, : rows.shape[1]] = rows
-        return sent
-
-    def _cross(self, phase: str, sent: torch.Tensor, count: int) -> tuple[torch.Tensor, np.ndarray]:
-        """Send a row of ``sent`` to each island, or the only row to all of them, and get one of each."""
+    def _cross(self, phase: str, given: torch.Tensor) -> tuple[torch.Tensor, np.ndarray]:
+        """Send a row of ``given`` to each island, or the only row to all of them, and get one of each."""
+        count = given.shape[1]
+        sent = torch.nn.functional.pad(given, (0, self._shard - count))
         received = torch.zeros(self._size, self._shard, dtype=sent.dtype)
         rows = dict(enumerate(sent if len(sent) > 1 else [sent[0]] * self._size))
         received[self.rank] = rows[self.rank]
@@ -152,14 +167,6 @@ class IslandLink(Carrier):
         there = rows.keys() - {self.rank} - set(left_out)
         return [rows[place].data_ptr() if place in there else None for place in range(self._size)]
 
-    def counters(self) -> dict[int, dict[str, int]]:
-        """Return counters of every other island."""
-        return self._channel.counters()
-
-    def rates(self) -> dict[int, dict[str, float]]:
-        """Return rates towards every other island."""
-        return self._channel.rates()
-
     def close(self) -> None:
         self._channel.close()
         self._leaving.forget()
@@ -170,23 +177,17 @@ _LONGER = 1.5
 
 
 class EpochView:
-    """The members of ``epoch``, number ``number`` of the island ``slot``, as that sees them.
+    """The members of ``entry``, number ``number`` of the island ``slot``, as that sees them.
 
-    ``pairs``: its connections with the others, by slot. ``diary``: notes those of which a message does not come.
+    ``diary``: notes those of which a message does not come.
     """
 
-    def __init__(
-        self,
-        epoch: Epoch,
-        number: int,
-        slot: int,
-        connections: Connections | None,
-        pairs: Mapping[int, Pair],
-        diary: Diary,
-    ) -> None:
-        self.number = number
-        self.epoch, self.slot, self.connections, self.pairs, self._diary = epoch, slot, connections, pairs, diary
-        self.senders, self.alone = epoch.senders, len(epoch.members) == 1
+    def __init__(self, entry: Entry, number: int, slot: int, connections: Connections | None, diary: Diary) -> None:
+        self.epoch, self.number, self.slot, self.connections = epoch_of(entry), number, slot, connections
+        self._diary = diary
+        #: The connections with the others, by slot.
+        self.pairs: dict[int, Pair] = {} if connections is None else connections.among(entry)
+        self.senders, self.alone = self.epoch.senders, len(self.epoch.members) == 1
         #: The place of this island among the senders, or ``None``: it listens.
         self.place = self.senders.index(slot) if slot in self.senders else None
 
@@ -199,10 +200,8 @@ class EpochView:
         """Note, on a thread, that ``pair`` was waited for in vain."""
         why = pair.why or "it sends nothing"
         self._diary.note("lost contact", with_island=pair.slot, seconds=round(waited, 3), why=why)
-        logger.warning(
-            "island %d: lost contact with island %d (%s); what it does not send in time counts as lost",
-            *(self.slot, pair.slot, why),
-        )
+        what = f"island {self.slot}: lost contact with island {pair.slot}"
+        logger.warning("%s (%s); what it does not send in time counts as lost", what, why)
 
     def means(self, shards: Sequence[torch.Tensor], count: int) -> Sequence[torch.Tensor] | None:
         """Return the means of ``shards`` [n] over the senders, added up in their order. ``count``: see :meth:`.Connections.swap`.
@@ -216,16 +215,15 @@ class EpochView:
         try:
             theirs = self.connections.swap(others, count, own)
         except PeerLost as error:
-            logger.warning(
-                "island %d: no mean of all islands' weights (%s); its own are in its place", self.slot, error
-            )
+            what = f"island {self.slot}: no mean of all islands' weights"
+            logger.warning("%s (%s); its own are in its place", what, error)
             return None
         mean = mean_of([theirs.get(slot, own) for slot in self.senders], None)
         return mean.to(shards[0].device).split(list(map(len, shards)))
 
 
 class Lane(Carrier):
-    """The exchange number ``exchange`` of a shard among the members of an epoch; ``None``: nothing is carried.
+    """The exchange number ``exchange`` of a shard of the island ``slot``, among the members of an epoch; ``None``: nothing is carried.
 
     ``shard``: the number of the vector on its rank. ``diary``: counts the messages of others.
     """
@@ -233,13 +231,9 @@ class Lane(Carrier):
     observes = True
 
     def __init__(
-        self,
-        config: LossyConfig,
-        among: EpochView | None,
-        shard: int,
-        exchange: int,
-        diary: Diary,
+        self, config: LossyConfig, among: EpochView | None, slot: int, shard: int, exchange: int, diary: Diary
     ) -> None:
+        self.senders, self.place = ([slot], None) if among is None else (among.senders, among.place)
         deadline = config.udp_deadline_seconds
         self.among, self._shard, self._turn = among, shard, exchange % config.lanes
         self._deadline = deadline if isinstance(deadline, float) else None
@@ -255,9 +249,9 @@ class Lane(Carrier):
         self._diary.ended(self._exchange, self._expected, self._came)
 
     def scatter(self, pieces: torch.Tensor) -> tuple[torch.Tensor, np.ndarray]:
-        if self.among is None or self.among.place is None:  # it gets nothing
+        if self.among is None or self.place is None:  # it gets nothing
             return torch.zeros_like(pieces), np.zeros(pieces.shape, dtype=bool)
-        return self._cross(0, pieces, self.among.senders)
+        return self._cross(0, pieces, self.senders)
 
     def gather(self, own: torch.Tensor) -> tuple[torch.Tensor, np.ndarray]:
         if self.among is None:
@@ -268,13 +262,13 @@ class Lane(Carrier):
         """Send a row of ``rows`` to each of ``slots``, or the only one to all, if this island sends, and get one of each sender."""
         among = self.among
         assert among is not None and among.connections is not None
-        buckets, senders, count = among.connections.buckets, among.senders, rows.shape[1]
+        buckets, senders, count = among.connections.buckets, self.senders, rows.shape[1]
         bucket, items = buckets.exchange(self._shard, self._turn, len(senders))
         received = torch.zeros(len(senders), items, dtype=rows.dtype)
         arrived = np.zeros((len(senders), -(-items // buckets.packet)), dtype=bool)
         places = {slot: place for place, slot in enumerate(senders)}
         padded = torch.nn.functional.pad(rows, (0, items - count))
-        sent = dict(zip(slots, padded.expand(len(slots), -1))) if among.place is not None else {}
+        sent = dict(zip(slots, padded.expand(len(slots), -1))) if self.place is not None else {}
         began = time.monotonic()
         crossings: dict[int, Crossing | None] = {}
         for slot, pair in among.pairs.items():
@@ -295,8 +289,8 @@ class Lane(Carrier):
                 self._came += float(row.mean())
             elif among.pairs[slot].in_vain():
                 among.loses(among.pairs[slot], time.monotonic() - began)
-        if among.place is not None:
-            received[among.place], arrived[among.place] = sent[among.slot], True
+        if self.place is not None:
+            received[self.place], arrived[self.place] = sent[among.slot], True
         if not self._packets:  # a shard has come if all of its packets have
             arrived = arrived.all(axis=1, keepdims=True)
         return received[:, :count], arrived

@@ -44,17 +44,14 @@ _SHORTER, _LONGER, _LEAST = 10.0, 3.0, 0.05
 
 
 class Crossing(NamedTuple):
-    """A message that is on its way. ``expects``: the other one sends, too."""
+    """Messages on their way; that of the other one arrives in ``into``, if it sends one."""
 
     transfer: Any
-    expects: bool
+    into: torch.Tensor | None
 
 
 class Pair:
-    """The connection of the preparation ``nonce`` with the member ``other``.
-
-    It opens on a thread, and again if it is lost, until :meth:`close`.
-    """
+    """The connection with ``other`` for the preparation ``nonce``. A thread opens it, and again if it is lost, until :meth:`close`."""
 
     def __init__(self, connections: Connections, nonce: str, other: Member) -> None:
         self.other, self.slot, self.nonce, self._connections = other, slot_of(other), nonce, connections
@@ -74,8 +71,8 @@ class Pair:
         self._closing = threading.Event()
         self._users = 0  # exchanges and copies under way
         self._said = False
-        self._thread = threading.Thread(target=self._run, name="megatron-lossy-pair", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name="megatron-lossy-pair", daemon=True)
+        self.thread.start()
 
     # --- messages ----------------------------------------------------------------------------------------------------
 
@@ -102,7 +99,7 @@ class Pair:
                 if out is not None and not self._leaving.full:  # an island that takes nothing gets nothing more
                     channel.send(phase, number, bucket, self._pointers(out), self._connections.buckets.must.get(bucket))
                     self._leaving.add(transfer, out.numel() * out.element_size())
-            return Crossing(transfer, into is not None)
+            return Crossing(transfer, into)
         except (RuntimeError, ValueError) as error:  # it was closed meanwhile, or that number has been
             logger.debug("island %d: %s", self.slot, error)
             return None
@@ -116,9 +113,9 @@ class Pair:
         except (RuntimeError, ValueError) as error:
             logger.debug("island %d: %s", self.slot, error)
             return None
-        if crossing.expects and row.any():
+        if crossing.into is not None and row.any():
             self.received = time.monotonic()
-        if crossing.expects and row.all():
+        if crossing.into is not None and row.all():
             self.patience = min(self.patience * _LONGER, self._connections.patience)
         return row
 
@@ -147,14 +144,14 @@ class Pair:
         """Receive ``data`` uint8[n]. Raise :class:`PeerLost` if it does not come in ``seconds``."""
         bucket, size = self._connections.buckets.part(role, len(data))
         into = torch.zeros(size, dtype=torch.uint8)
-        self.take(self.begin(SYNC_PHASES[0], bucket, number, None, into, seconds), into, data)
+        self.take(self.begin(SYNC_PHASES[0], bucket, number, None, into, seconds), data)
 
-    def take(self, crossing: Crossing | None, into: torch.Tensor, data: torch.Tensor) -> None:
-        """Wait until all of the message is in ``into``, and copy it to ``data`` uint8[n]. Raise :class:`PeerLost`."""
+    def take(self, crossing: Crossing | None, data: torch.Tensor) -> None:
+        """Wait until all of the message is here, and copy it to ``data`` uint8[n]. Raise :class:`PeerLost`."""
         row = self.end(crossing)
-        if row is None or not row.all():
+        if crossing is None or crossing.into is None or row is None or not row.all():
             raise PeerLost(f"island {self.slot}: {self.why or 'a part did not come'}")
-        data.copy_(into[: len(data)])
+        data.copy_(crossing.into[: len(data)])
 
     def say(self, entry: Entry) -> None:
         """Send ``entry`` once: the other one may not have read it."""
@@ -214,10 +211,6 @@ class Pair:
         """Close it, on its thread."""
         self._closing.set()
 
-    def join(self, seconds: float) -> None:
-        """Wait until it is closed, ``seconds`` at most."""
-        self._thread.join(seconds)
-
     def _run(self) -> None:
         connections, failed = self._connections, 0
         while not self._closing.is_set():
@@ -246,23 +239,12 @@ class Pair:
             self._talk.forget()
 
     def _open(self) -> Any:
-        connections, slots = self._connections, sorted((slot_of(self._connections.me), self.slot))
-        buckets, meeting = connections.buckets, connections.meeting
-        former = "" if self._talk is None else self._talk.session
-        self._talk = Talk(meeting, self.nonce, connections.me, self.other, lambda: not self._closing.is_set(), former)
+        connections, buckets = self._connections, self._connections.buckets
+        slots, former = sorted((slot_of(connections.me), self.slot)), "" if self._talk is None else self._talk.session
+        self._talk = Talk(connections.meeting, self.nonce, connections.me, self.other, self._closing, former)
         with self._talk as talk:
-            channel = connections.host.open(
-                f"islands {slots[0]} and {slots[1]}",
-                self._place,
-                2,
-                talk,
-                "open",
-                buckets.sizes,
-                phases=SYNC_PHASES,
-                called=slots,
-                **buckets.named,
-                bears=True,
-            )
+            name, more = f"islands {slots[0]} and {slots[1]}", {**buckets.named, "called": slots, "bears": True}
+            channel = connections.host.open(name, self._place, 2, talk, "open", buckets.sizes, **more)
         bucket, size = buckets.part("entry", 0)
         into = torch.zeros(size, dtype=torch.uint8)
         transfer = channel.post(SYNC_PHASES[1], 1, bucket, self._pointers(into), within=math.inf)
@@ -369,12 +351,11 @@ class Connections:
             return self._open(entry.nonce, entry.members)
 
     def _open(self, nonce: str, members: Collection[Member]) -> dict[int, Pair]:
-        with self._changed:
-            there = self._pairs.setdefault(nonce, {})
-            for member in members:
-                if member not in there and member != self.me and not self.ended:
-                    there[member] = Pair(self, nonce, member)
-            return {slot_of(member): there[member] for member in members if member in there}
+        there = self._pairs.setdefault(nonce, {})
+        for member in members:
+            if member not in there and member != self.me and not self.ended:
+                there[member] = Pair(self, nonce, member)
+        return {slot_of(member): there[member] for member in members if member in there}
 
     def changed(self) -> None:
         """Publish the connections of this rank."""
@@ -406,13 +387,12 @@ class Connections:
         for first in range(0, len(data), PART):
             bucket, size = self.buckets.part("whole", PART)
             out, part = _padded(data[first : first + PART], size), number + first // PART
-            into = {slot: torch.zeros(size, dtype=torch.uint8) for slot in pairs}
-            crossing = {
-                slot: pair.begin(SYNC_PHASES[0], bucket, part, out, into[slot], self.patience)
-                for slot, pair in pairs.items()
-            }
+            crossing = {}
             for slot, pair in pairs.items():
-                pair.take(crossing[slot], into[slot], found[slot].view(torch.uint8)[first : first + PART])
+                into = torch.zeros(size, dtype=torch.uint8)
+                crossing[slot] = pair.begin(SYNC_PHASES[0], bucket, part, out, into, self.patience)
+            for slot, pair in pairs.items():
+                pair.take(crossing[slot], found[slot].view(torch.uint8)[first : first + PART])
                 pair.leave(crossing[slot], self.patience)
         return found
 
@@ -445,4 +425,4 @@ class Connections:
         self.meeting.end()
         until = time.monotonic() + 2 * LINGER
         for pair in pairs:
-            pair.join(max(0.0, until - time.monotonic()))
+            pair.thread.join(max(0.0, until - time.monotonic()))

@@ -20,13 +20,12 @@ import numpy as np
 import torch
 
 from ...base.errors import first_line
-from ...base.fetch import PendingArray
 from ...config import LossyConfig
 from ...transport.peers import bytes_of
 from .flags import SYNC_PHASES
 from .mean import Form
-from .rules import Rule
-from .vector import Vector
+from .rounds import Rounds
+from .vector import HostCopy
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +34,6 @@ Carry = Callable[[torch.Tensor], None]
 #: Bytes that cross at once: the patience is for so many.
 PART = 2**20
 _DIGEST_BYTES = 16
-#: The name of step counts, which some optimizers keep in their groups, and others with the moments.
-STEP = "step"
 #: Begins the names of the state of rules.
 _RULE = "rule/"
 #: Messages besides exchanges, and the bytes that one may have.
@@ -63,9 +60,10 @@ class Buckets:
             for number, (size, _) in enumerate(parts)
         }
         #: Arguments of a channel, by name.
-        self.named = {
+        self.named: dict[str, Any] = {
+            "phases": SYNC_PHASES,
             "alike": repr((config.sync_subset, form.code)),
-            "codes": {} if form.code is None else dict.fromkeys(SYNC_PHASES, str(form.code)),
+            "codes": form.codes,
             "reported": [(phase, number) for phase in SYNC_PHASES for number in self.must],
         }
 
@@ -87,21 +85,6 @@ class Copy(NamedTuple):
     made: int
     #: 32 hexadecimal digits: of all values.
     digest: str
-
-
-class HostCopy:
-    """``value`` as it is now, on its way to the host. On CUDA it takes no memory of the device."""
-
-    def __init__(self, value: torch.Tensor) -> None:
-        value = value.detach().contiguous()
-        self.like = {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
-        # Where a copy waits for the queued work, it must not see later work.
-        value = value if value.device.type == "cuda" else value.clone()
-        self._fetched = PendingArray(bytes_of(value))
-
-    def bytes(self) -> torch.Tensor:
-        """Return uint8[n], once it is here."""
-        return torch.from_numpy(self._fetched.wait())
 
 
 class DamagedCopy(RuntimeError):
@@ -153,62 +136,23 @@ def _digest(data: torch.Tensor) -> str:
     return blake2b(data.numpy(), digest_size=_DIGEST_BYTES).hexdigest()
 
 
-def held_state(vectors: Sequence[Vector], optimizers: Sequence[Any]) -> dict[str, HostCopy | float]:
-    """Return the state as it is now. ``vectors``: main weights; ``optimizers``: torch's, in the same order."""
+def held_state(rounds: Sequence[Rounds], optimizers: Sequence[Any]) -> dict[str, HostCopy | float]:
+    """Return the state of an island as it is now: of the vector and the rule of each of ``rounds``, and of torch's ``optimizers``."""
     found: dict[str, HostCopy | float] = {}
-    for number, (vector, optimizer) in enumerate(zip(vectors, optimizers, strict=True)):
-        found[f"{number}/weights"] = _held(vector.read(None))
-        state = optimizer.state_dict()
-        for index, kept in state["state"].items():
-            found |= {
-                f"{number}/state/{index}/{name}": _held(value) for name, value in kept.items() if value is not None
-            }
-        for index, group in enumerate(state["param_groups"]):
-            if STEP in group:
-                found[f"{number}/groups/{index}/{STEP}"] = _held(group[STEP])
+    for number, (one, optimizer) in enumerate(zip(rounds, optimizers, strict=True)):
+        found |= {f"{number}/{name}": value for name, value in one.vectors[0].held_state(optimizer).items()}
+        found |= {f"{_RULE}{number}/{name}": HostCopy(kept[0]) for name, kept in one.rule.copied().items()}
     return found
 
 
-def held_rules(rules: Sequence[Rule]) -> dict[str, HostCopy]:
-    """Return what a copy has of ``rules``, one for each vector of one island."""
-    return {
-        f"{_RULE}{number}/{name}": HostCopy(kept[0])
-        for number, rule in enumerate(rules)
-        for name, kept in rule.copied().items()
-    }
-
-
-def put_rules(rules: Sequence[Rule], values: Mapping[str, torch.Tensor | float]) -> dict[str, torch.Tensor | float]:
-    """Put :func:`held_rules` of ``values`` in the place of the state of ``rules``. Return the other values. Some ranks have no values."""
-    for number, rule in enumerate(rules):
-        for name, kept in rule.copied().items() if values else ():
+def put_state(rounds: Sequence[Rounds], optimizers: Sequence[Any], values: Mapping[str, torch.Tensor | float]) -> None:
+    """Put ``values``, a :func:`held_state`, in the place of the present state. Some ranks have no values."""
+    for number, (one, optimizer) in enumerate(zip(rounds, optimizers, strict=True)):
+        for name, kept in one.rule.copied().items() if values else ():
             kept[0] = torch.as_tensor(values[f"{_RULE}{number}/{name}"])
-    return {name: value for name, value in values.items() if not name.startswith(_RULE)}
-
-
-def put_state(vectors: Sequence[Vector], optimizers: Sequence[Any], values: Mapping[str, torch.Tensor | float]) -> None:
-    """Put ``values``, a :func:`held_state`, in the place of the weights and of the optimizers' state."""
-    for number, (vector, optimizer) in enumerate(zip(vectors, optimizers, strict=True)):
-        weights = values[f"{number}/weights"]
-        assert isinstance(weights, torch.Tensor), number
-        with torch.no_grad():
-            vector.write(None, weights)
-        own = optimizer.state_dict()
-        state: dict[int, dict[str, Any]] = {}
-        for name, value in values.items():
-            of, *path = name.split("/")
-            if int(of) != number:
-                continue
-            if path[0] == "state":
-                state.setdefault(int(path[1]), {})[path[2]] = value
-            elif path[0] == "groups":
-                own["param_groups"][int(path[1])][path[2]] = value
-        # The loaded tensors are kept: they must not be those of others.
-        optimizer.load_state_dict({**own, "state": state})
-
-
-def _held(value: Any) -> HostCopy | float:
-    return HostCopy(value) if isinstance(value, torch.Tensor) else value
+        prefix = f"{number}/"
+        own = {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
+        one.vectors[0].put_state(optimizer, own)
 
 
 # --- on threads --------------------------------------------------------------------------------------------------------
@@ -233,11 +177,6 @@ class Rejoining:
         """The number of the latest epoch of which a copy has come; -1: there is none."""
         return max(list(self.copies), default=-1)
 
-    def without_values(self, epoch: int) -> tuple[Copy, int] | None:
-        """Return the copy of the epoch number ``epoch`` and its source, without values; ``None`` if it is not here."""
-        copy, source = self.copies.get(epoch, (None, -1))
-        return None if copy is None else (copy._replace(values={}), source)
-
     def take(self, epoch: int) -> tuple[Copy, int]:
         """Return the copy of the epoch number ``epoch`` and its source, and keep it no longer, nor older ones."""
         found = self.copies[epoch]
@@ -249,14 +188,10 @@ class Rejoining:
         """Receive the copy of the source behind ``pair``, a :class:`.connections.Pair`, on a thread, as a member of the epoch number ``epoch``."""
 
         def run() -> None:
-            numbers = itertools.count(1)
-
-            def receive(part: torch.Tensor) -> None:
-                number = next(numbers)  # the source sends the first part at an exchange of the epoch
-                pair.get("copy", number, part, self._seconds if number > 1 else math.inf)
-
+            # The source sends the first part at an exchange of the epoch.
+            numbers, within = itertools.count(1), itertools.chain([math.inf], itertools.repeat(self._seconds))
             with pair.used():
-                copy = receive_copy(receive)
+                copy = receive_copy(lambda part: pair.get("copy", next(numbers), part, next(within)))
             self.copies[epoch] = copy, pair.slot
 
         self._begin(run, f"no copy of island {pair.slot}; it listens")

@@ -29,19 +29,18 @@ from ...base.flags import identity, texts_by_flag
 from ...config import LossyConfig
 from ...recovery.rows import to_device
 from ...transport.network import read_key_file
-from . import copying, first_rank, unequal
-from .between_ranks import Parties, RankExchanges
+from . import first_rank, unequal
+from .between_ranks import RankExchanges
 from .carrying import EpochView, Lane
-from .connections import Connections, Pair
-from .copying import Rejoining, held_rules, put_rules, source_of
+from .connections import Connections
+from .copying import Rejoining, held_state, put_state, source_of
 from .first_rank import FirstRank, LostSlot
-from .membership.messages import Entry, read, slot_of
+from .membership.messages import Entry, slot_of
 from .membership.protocol import Local
 from .membership.store import check_url, open_store
 from .monitor import Diary
 from .ranks import RankIslands
-from .rounds import MANY, MemberRounds, Rounds, Standing, epoch_of
-from .rules import Rule
+from .rounds import MANY, MemberRounds, Rounds, Standing
 from .vector import Subset, Vector
 from .world import ElasticWorld
 
@@ -73,7 +72,6 @@ class ElasticIslands(RankIslands):
         self._jump = 0  # the iteration to go on with; 0: the next one
         self._visits = 0  # how often means have set each element of a listener, on all ranks, at least
         self._begun = 0  # how often this island has begun to listen
-        self._state: Any = copying if config.sync_ranks is None else unequal  # of whole shards, or of parts
         self._rejoining = Rejoining(world.island, world.rank, config.island_patience)
         self._copied = -1  # the number of the epoch whose copy has come to all ranks
         self._logged = self._loss = 0.0  # the training loss, as this rank has it, and as any rank
@@ -131,7 +129,7 @@ class ElasticIslands(RankIslands):
         [me] = drawn
         url, key = config.rendezvous or "", read_key_file(config.udp_key_file)
         [(towards, _), *_], *_ = check_url(url)
-        most, ranks = [rounds.subset.most for rounds in self._built()], config.sync_ranks or world.size
+        most, ranks = [rounds.subset.most for rounds in self._rounds], config.sync_ranks or world.size
         if world.rank < ranks:
             every, store = first_rank.TIMES.poll, open_store(url, key)
             self._connections = Connections(config, store, me, world.rank, ranks, most, towards, every)
@@ -159,13 +157,11 @@ class ElasticIslands(RankIslands):
                 raise said[0]
         return said[0]
 
-    def _learn(self, texts: Sequence[tuple[str, str]]) -> None:
+    def _learn(self, found: Sequence[tuple[Entry, str]]) -> None:
         """Learn entries and the roles in them, on all ranks."""
-        for text, role in texts:
-            entry = read(Entry, text)
-            assert entry is not None, text
-            self._known.append((entry, role))
-            if self._connections is not None:
+        self._known += found
+        if self._connections is not None:
+            for entry, _ in found:
                 self._connections.among(entry)
 
     def _take_up(self, made: int) -> int:
@@ -196,14 +192,14 @@ class ElasticIslands(RankIslands):
         """Note that the run made ``now`` iterations without this island: drop exchanges under way, begin equal."""
         self._settle()
         self._gather()
-        under_way = {flight.number for rounds in self._built() for flight in rounds.flights}
+        under_way = {flight.number for rounds in self._rounds for flight in rounds.flights}
         self._diary.note("gave up", exchanges=sorted(under_way), now=now)
-        for rounds in self._built():
+        for rounds in self._rounds:
             rounds.give_up()
 
     def _restart(self) -> None:
         self._begun, self._visits = self._begun + 1, 0
-        for rounds in self._built():
+        for rounds in self._rounds:
             rounds.restart(0)
 
     def _take_copy(self, now: int) -> None:
@@ -212,7 +208,8 @@ class ElasticIslands(RankIslands):
             return
         slot, copies = self._standing.slot, self._rejoining.copies
         if self.config.sync_ranks is not None:  # some ranks have no part of it
-            shared = [self._rejoining.without_values(self._copied)]
+            found = copies.get(self._copied)
+            shared = [found and (found[0]._replace(values={}), found[1])]
             dist.broadcast_object_list(shared)
             copies.setdefault(self._copied, shared[0])
         if copies[self._copied][0].made > now:  # of one that is ahead
@@ -223,7 +220,7 @@ class ElasticIslands(RankIslands):
             logger.warning("island %d: its weights were the run's before the copy of island %d", self._slot, source)
             return
         self._settle()
-        self._state.put_state(self._vectors, self._inner, put_rules(self._rules, copy.values))
+        put_state(self._rounds, self._inner, copy.values)
         self._gather()
         self._restart()
         self._run.begin_equal()
@@ -252,7 +249,7 @@ class ElasticIslands(RankIslands):
             signal = signal or signals.SIGTERM
         # As bits, of which the largest are those of the largest loss. Only the last pipeline stage may have one.
         loss = int(np.float64(self._logged).view(np.int64))
-        built = self._built() if self._standing.slot.listens else []
+        built = self._rounds if self._standing.slot.listens else []
         visits = min((rounds.visits(0) for rounds in built), default=MANY)  # of an element here by means
         said = np.array([signal, replaced, known, jump, -visits, came, -least, loss], dtype=np.int64)
         all_said = to_device(said, device.current_device())
@@ -266,9 +263,9 @@ class ElasticIslands(RankIslands):
             if begun == self._begun:
                 self._visits = -visits
             if known > len(self._known):
-                texts: list[Any] = [None if first is None else first.found[len(self._known) : known]]
-                dist.broadcast_object_list(texts)
-                self._learn(texts[0])
+                found: list[Any] = [None if first is None else first.found[len(self._known) : known]]
+                dist.broadcast_object_list(found)
+                self._learn(found[0])
             self._jump = jump * self.config.sync_interval
             self._copied = came if came == -least else -1
             return self._signal
@@ -283,15 +280,9 @@ class ElasticIslands(RankIslands):
         entry, _ = self._known[begun[-1]]
         if self._current is not None and self._current.number == begun[-1]:
             return self._current
-        pairs = dict[int, Pair]()
         if self._connections is not None:
             self._connections.keep([entry for entry, _ in self._known[begun[-1] :]])
-            pairs = self._connections.among(entry)
-        return EpochView(epoch_of(entry), begun[-1], self._slot, self._connections, pairs, self._diary)
-
-    @property
-    def _rules(self) -> list[Rule]:
-        return [rounds.rule for rounds in self._built()]
+        return EpochView(entry, begun[-1], self._slot, self._connections, self._diary)
 
     def end_iteration(self) -> None:
         """See :meth:`RankIslands.end_iteration`. A copy of this island gets its state as of an exchange."""
@@ -306,7 +297,7 @@ class ElasticIslands(RankIslands):
         mine = [slot for slot in listeners if source_of(slot, among.senders, self.config.islands) == self._slot]
         if mine:
             self._settle()
-            state = self._state.held_state(self._vectors, self._inner) | held_rules(self._rules)
+            state = held_state(self._rounds, self._inner)
         for slot in mine if self._connections is not None else ():
             self._rejoining.serve(among.pairs[slot], state, now)
 
@@ -369,12 +360,10 @@ class ElasticIslands(RankIslands):
     # --- building ----------------------------------------------------------------------------------------------------
 
     def _crossing(self, number: int, subset: Subset) -> RankExchanges:
-        def parties(exchange: int) -> Parties:
-            among = self._current
-            lane = Lane(self.config, among, number, exchange, self._diary)
-            return Parties([self._slot], None, lane) if among is None else Parties(among.senders, among.place, lane)
+        def lane(exchange: int) -> Lane:
+            return Lane(self.config, self._current, self._slot, number, exchange, self._diary)
 
-        return RankExchanges(self.config, subset.stream, self._slot, parties, self._run.steps, self._tell)
+        return RankExchanges(self.config, subset.stream, self._slot, lane, self._run.steps, self._tell)
 
     def _vector(self, optimizer: Any) -> Vector:
         ranks = self.config.sync_ranks
@@ -435,7 +424,7 @@ class ElasticIslands(RankIslands):
         """Return the flags that all islands must share, by name, and the layout of ranks."""
         # Saving the mean changes no run, but it takes all.
         found = {**identity(self.config), "save_consensus": self.config.save_consensus}
-        layout: list[Any] = [self.world.size, [vector.size for vector in self._vectors]]
+        layout: list[Any] = [self.world.size, [rounds.subset.size for rounds in self._rounds]]
         if self.config.sync_ranks is not None:
             whole = map(unequal.parameters_of, self._exchanging)
             layout = [list(parameter.shape) for parameters in whole for parameter in parameters]

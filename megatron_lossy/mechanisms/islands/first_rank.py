@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ...base.errors import UsageError, first_line, refuse
-from .membership.messages import Entry, Slot, write
+from .membership.messages import Entry, Slot
 from .membership.protocol import ANY, Island, Local, Plan, Times
 from .membership.store import Store, split_address
 
@@ -43,8 +43,8 @@ class FirstRank:
     def __init__(self, part: Any, me: str, store: Store, began: int) -> None:
         config, self._part, self._connections, self._store = part.config, part, part._connections, store
         self.began, self._url = began, config.rendezvous
-        #: The entries that have this island, as text, with its role.
-        self.found: list[tuple[str, str]] = []
+        #: The entries that have this island, with its role.
+        self.found: list[tuple[Entry, str]] = []
         #: The error with which this island ends.
         self.ends: UsageError | None = None
         self._flags, self._join = part.flags(), config.island_join
@@ -61,7 +61,7 @@ class FirstRank:
         times = replace(TIMES, join=config.island_join, alone=config.island_join)
         own = Slot(me, socket.gethostname()[:200], self._address, digest, _machine())
         self._island = Island(own, config.islands, times, time.monotonic())
-        self._what = f"flags/{digest}", text
+        self._unwritten = {f"flags/{digest}": text}
         #: The reason why the last poll failed; empty after one that did not.
         self.why = ""
         self._failed: Exception | None = None
@@ -122,9 +122,9 @@ class FirstRank:
         if not self.why:
             self._answered = time.monotonic()
             with contextlib.suppress(OSError):  # the next time
-                if self._what[0]:
-                    self._store.put(*self._what)
-                    self._what = ("", "")
+                for key, text in self._unwritten.items():
+                    self._store.put(key, text)
+                self._unwritten = {}
         for line in plan.lines:
             logger.warning("island %d: %s", self._part._slot, line)
         if plan.refused and self.ends is None:
@@ -135,10 +135,8 @@ class FirstRank:
         if (holder := plan.ask) is not None:  # at the address of this island is no other one
             found = _listens(holder.address) if holder.address != self._address else False
             own = self._island.own.machine
-            self._answers, self._gone = (
-                bool(found),
-                holder.me if found is False and own and holder.machine == own else "",
-            )
+            self._answers = bool(found)
+            self._gone = holder.me if found is False and own and holder.machine == own else ""
         self._note()
 
     def _note(self) -> None:
@@ -146,8 +144,8 @@ class FirstRank:
         entry = self._island.entry
         if entry is None:
             return
-        if not self.found or self.found[-1][0] != write(entry):
-            self.found.append((write(entry), self._island.role))
+        if not self.found or self.found[-1][0] != entry:
+            self.found.append((entry, self._island.role))
         for pair in self._connections.among(entry).values():
             pair.say(entry)
 
@@ -168,7 +166,7 @@ class FirstRank:
     # --- on the thread that trains -------------------------------------------------------------------------------------
 
     @property
-    def begins(self) -> list[tuple[str, str]] | None:
+    def begins(self) -> list[tuple[Entry, str]] | None:
         """The entries so far; ``None``: there are none. Raises :class:`UsageError` if this island cannot begin."""
         self._check()
         if self.ends is not None:
@@ -187,7 +185,7 @@ class FirstRank:
             self._run = run, now
         stands = now - self._run[1] > self._patience + plan.seconds
         near = plan.run is not None and (exchange - run) * plan.seconds <= self._patience / 2
-        return near or stands or self.found[-1][0] != write(entry)
+        return near or stands or self.found[-1][0] != entry
 
     def jump(self, exchange: int) -> int:
         """Return the exchange to go on with if the others are far ahead of this island, at ``exchange``; else 0."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ...base.errors import UsageError, refuse
-from ...base.flags import as_text, flag, flag_name, in_unit_interval, refuse_unused
+from ...base.flags import as_text, check_choice, flag, flag_name, in_unit_interval, refuse_unused
 from ...base.jobs import Jobs
 from ...base.registry import JOBS
 from ...base.section import Flags
@@ -243,11 +243,6 @@ class IslandFlags(Flags):
         return gain
 
     @property
-    def comes_and_goes(self) -> bool:
-        """Whether islands may be away."""
-        return self.island_schedule is not None or self.rendezvous is not None
-
-    @property
     def rejoin(self) -> str:
         """The way back of islands that missed too much, or are new: "copy" or "listen"."""
         return self.island_rejoin or "copy"
@@ -260,16 +255,17 @@ class IslandFlags(Flags):
     @property
     def relative_speeds(self) -> tuple[float, ...]:
         """Local iterations of every island per iteration of the slowest."""
-        return tuple(self.relative_speed(island) for island in range(self.islands))
-
-    def relative_speed(self, island: int) -> float:
-        """Return local iterations of ``island`` per iteration of the slowest."""
-        return 1.0 if self.island_speeds is None else self.island_speeds[island] / min(self.island_speeds)
+        speeds = self.island_speeds or (1.0,) * self.islands
+        return tuple(speed / min(speeds) for speed in speeds)
 
     @property
     def sync_lossless(self) -> bool:
         """Whether exchanges between islands can lose nothing."""
-        return not self.observed and all(self.phase(phase).lossless for phase in SYNC_PHASES)
+        return not self.observed and self._draws_nothing
+
+    @property
+    def _draws_nothing(self) -> bool:
+        return all(self.phase(phase).lossless for phase in SYNC_PHASES)
 
     def exchanges(self) -> tuple[str, ...]:
         return SYNC_PHASES if self.averages else ()
@@ -294,14 +290,8 @@ class IslandFlags(Flags):
         if self.sync_method is None and self.islands == 1:
             object.__setattr__(self, "sync_method", "gradients")
         if self.eval_weights is None:
-            object.__setattr__(self, "eval_weights", self._evaluated)
-
-    @property
-    def _evaluated(self) -> str:
-        """The weights that are evaluated by default."""
-        if not self.averages:
-            return "replica"
-        return "consensus" if self.rendezvous is None else "owner"
+            of_islands = "consensus" if self.rendezvous is None else "owner"
+            object.__setattr__(self, "eval_weights", of_islands if self.averages else "replica")
 
     def notes(self) -> list[str]:
         if not self.averages:
@@ -313,14 +303,11 @@ class IslandFlags(Flags):
         when = f"every {self.sync_interval} iterations, used after {self.sync_delay}{correction}"
         lost = f"lost {self.label(SYNC_PHASES[0])}"
         if self.observed:
-            drawn = not all(self.phase(phase).lossless for phase in SYNC_PHASES)
+            drawn = not self._draws_nothing
             lost = f"{lost} and what the network loses" if drawn else "lost what the network loses"
         churn = "" if self.island_schedule is None else f", come and go by {self.island_schedule}"
-        churn = (
-            churn
-            if self.rendezvous is None
-            else f"; this is island {self.island}, the others meet it at {self.rendezvous}"
-        )
+        if self.rendezvous is not None:
+            churn = f"; this is island {self.island}, the others meet it at {self.rendezvous}"
         return [f"{what} {when}, {lost}{churn}"]
 
     def iterations(self, train_iters: int) -> int:
@@ -335,21 +322,17 @@ class IslandFlags(Flags):
 
     def local_iterations(self, island: int, iteration: int) -> int:
         """Return number of iterations that ``island`` has made when the slowest has made ``iteration``."""
-        return int(iteration * self.relative_speed(island) + 1e-9)
+        return int(iteration * self.relative_speeds[island] + 1e-9)
 
     def check(self) -> None:
         in_unit_interval("--p-sync", self.p_sync)
-        cls = type(self)
         if self.islands < 1:
             raise refuse("--islands", self.islands, "must be at least 1")
         if self.sync_method is None:
-            why = (
-                "needs --sync-method: parameters, diloco, eager-diloco, none, or gradients for one data-parallel group"
-            )
-            raise refuse("--islands", self.islands, why)
+            methods = "parameters, diloco, eager-diloco, none, or gradients for one data-parallel group"
+            raise refuse("--islands", self.islands, f"needs --sync-method: {methods}")
         for name in ("sync_method", "sync_subset", "sync_dtype"):
-            choices: tuple[str, ...] = cls.__dataclass_fields__[name].metadata["flag"]["choices"]
-            self._need(name, getattr(self, name) in choices, "must be one of " + ", ".join(choices))
+            check_choice(self, name)
         self._check_used()
         self._need("sync_fraction", 0 < self.sync_fraction <= 1, "must be in (0, 1]")
         for name, least in (("sync_interval", 1), ("sync_block", 1), ("sync_delay", 0)):
@@ -395,43 +378,31 @@ class IslandFlags(Flags):
 
     def _check_used(self) -> None:
         """Raise :class:`UsageError` for a flag that does nothing."""
-        method, corrected = self.sync_method, self.sync_method == "parameters"
-        in_parts = self.averages and (corrected or method == "diloco")
+        method, corrected = self.sync_method, self.averages and self.sync_method == "parameters"
+        in_parts = corrected or (self.averages and method == "diloco")
+        parameters = "--islands and --sync-method parameters"
         # In the order in which they are asked for: what a flag needs comes before it.
-        uses = {
-            "sync_method": (self.islands > 1 or method == "gradients", "--islands of at least 2"),
-            **dict.fromkeys(
-                ("island_speeds", "save_consensus"),
-                (self.averages, "--islands and a --sync-method other than gradients"),
+        uses = (
+            ("sync_method", self.islands > 1 or method == "gradients", "--islands of at least 2"),
+            ("island_speeds save_consensus", self.averages, "--islands and a --sync-method other than gradients"),
+            (
+                "p_sync sync_interval sync_delay sync_dtype",
+                self.averages and method != "none",
+                "--islands and a --sync-method of parameters, diloco or eager-diloco",
             ),
-            **dict.fromkeys(
-                ("p_sync", "sync_interval", "sync_delay", "sync_dtype"),
-                (
-                    self.averages and method != "none",
-                    "--islands and a --sync-method of parameters, diloco or eager-diloco",
-                ),
+            (
+                "sync_fraction sync_subset sync_block island_schedule rendezvous",
+                in_parts,
+                "--islands and a --sync-method of parameters or diloco",
             ),
-            **dict.fromkeys(
-                ("sync_fraction", "sync_subset", "sync_block", "island_schedule", "rendezvous"),
-                (in_parts, "--islands and a --sync-method of parameters or diloco"),
-            ),
-            **dict.fromkeys(
-                ("island", "sync_ranks", "island_patience", "island_join"),
-                (self.rendezvous is not None, "--rendezvous"),
-            ),
-            "island_keep": (
-                self.averages and corrected,
-                "--islands and --sync-method parameters: outer weights are copied after every absence",
-            ),
-            "island_rejoin": (
-                self.averages and corrected,
-                "--islands and --sync-method parameters: outer weights can only be copied",
-            ),
-            "delay_correction": (self.averages and corrected, "--islands and --sync-method parameters"),
-            "outer_optimizer": (self.has_outer_optimizer, "--sync-method diloco or eager-diloco"),
-        }
-        for name, (used, needs) in uses.items():
-            if not used:
+            ("island sync_ranks island_patience island_join", self.rendezvous is not None, "--rendezvous"),
+            ("island_keep", corrected, f"{parameters}: outer weights are copied after every absence"),
+            ("island_rejoin", corrected, f"{parameters}: outer weights can only be copied"),
+            ("delay_correction", corrected, parameters),
+            ("outer_optimizer", self.has_outer_optimizer, "--sync-method diloco or eager-diloco"),
+        )
+        for names, used, needs in uses:
+            for name in () if used else names.split():
                 refuse_unused(self, name, f"needs {needs}")
 
     def _check_speeds(self, speeds: tuple[float, ...]) -> None:

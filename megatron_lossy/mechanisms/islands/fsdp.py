@@ -9,20 +9,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from ...base.device import all_gather_single
 from ...base.errors import refuse
 from ...config import LossyConfig
-from .mean import bytes_sent
 from .ranks import ExchangingRank
 from .rounds import Rounds
 from .vector import Segment, Subset, Vector
-from .world import Meeting
 
 if TYPE_CHECKING:
     from ...pytorch.fsdp import LossyFSDP
@@ -47,10 +43,6 @@ class GroupWorld:
         """Return a store of the ranks with this one's place in every island alone."""
         return dist.PrefixStore(f"{self._prefix}/{name}", dist.distributed_c10d._get_default_store())
 
-    def meet(self, name: str) -> Meeting:
-        """Return a group of the ranks with this place in each island. A collective call of these."""
-        return Meeting(self.store(name), self.island, self.islands, timedelta(seconds=self.patience))
-
 
 class FSDPIslands(ExchangingRank):
     """Islands of FSDP2's ranks. ``islands``: the ranks of each, in the same order."""
@@ -68,24 +60,21 @@ class FSDPIslands(ExchangingRank):
         run.job, run.jobs = self.world.island, self.config.islands
         run.events.on(built=self.ready, iteration_ends=self.end_iteration, restart=self.restart)
 
-    # --- building --------------------------------------------------------------------------------------------------
-
     def ready(self) -> None:
         """Begin with the weights of now. A collective call of all islands."""
         self._control.total(torch.zeros(1))  # all are there
-        self._built()
+        _ = self._rounds
 
-    def _built(self) -> list[Rounds]:
-        if self._rounds is None:
-            self._rounds = [] if self.config.sync_method == "none" else [self._build()]
-        return self._rounds
+    @property
+    def _exchanging(self) -> list[Any]:
+        """The run, as the only optimizer; none if islands exchange nothing."""
+        return [self._run] if self.config.sync_method != "none" else []
 
-    def _build(self) -> Rounds:
-        config, run = self.config, self._run
-        vector = self._vector()
+    def _build(self, number: int, run: LossyFSDP) -> Rounds:
+        config, vector = self.config, self._vector()
         stream = replace(run.stream, kind="islands", expert_rank=self.world.rank)
         subset = Subset(config, vector.size, config.loss_seed, stream)
-        crossing = self._crossing(0, subset)
+        crossing = self._crossing(number, subset)
         return Rounds(config, subset, [vector], crossing, run.steps, run.device, self.monitor.used)
 
     def _vector(self) -> Vector:
@@ -96,38 +85,27 @@ class FSDPIslands(ExchangingRank):
             base += shard.numel()
         return Vector(segments, base, self._run.device)
 
-    # --- an iteration ----------------------------------------------------------------------------------------------
-
     def end_iteration(self) -> None:
         """End an iteration: the update is made, and no weight of it was gathered yet."""
-        for rounds in self._built():
-            count = rounds.after_iteration(self._updates)
-            if count is not None:
-                self.monitor.exchanged(bytes_sent(self.config, count))
+        for rounds in self._rounds:
+            self._after(rounds, self._updates)
         self._updates += 1
 
     def restart(self, iteration: int) -> None:
         """Count updates from ``iteration`` on."""
         self._updates = iteration
 
-    # --- weights and state -----------------------------------------------------------------------------------------
-
     @contextlib.contextmanager
     def consensus_weights(self) -> Iterator[None]:
         run = self._run
         run.settle()
-        kept = [replica.clone() for _, replica, _ in run.gathered()]
+        gathered = run.gathered()
         with torch.no_grad():
-            for ranks, replica, weights in run.gathered():
-                mean = self._control.total(weights) / self.config.islands
-                all_gather_single(replica, mean.to(replica.device, replica.dtype), group=ranks)
+            means = [self._control.total(weights) / self.config.islands for _, _, weights in gathered]
         try:
-            with run.opened():
+            with self._in_model([(ranks, replica) for ranks, replica, _ in gathered], means), run.opened():
                 yield
         finally:
-            with torch.no_grad():
-                for (_, replica, _), values in zip(run.gathered(), kept, strict=True):
-                    replica.copy_(values)
             run.reshard()
 
     def state_dict(self) -> Any:

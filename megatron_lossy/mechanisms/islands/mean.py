@@ -10,7 +10,7 @@ items of :attr:`Form.dtype`. Units of loss are runs of whole items, so that ever
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,12 +18,11 @@ import torch
 
 from ...base import theory
 from ...base.coding.blocks import BlockCode
-from ...base.exchange import BucketUnits, Delivery, Exchange, Stream, cut
+from ...base.exchange import BucketUnits, Stream, cut
 from ...base.fingerprint import finite
 from ...config import LossyConfig
 from ...recovery.rows import to_device
 from ...transport import Network
-from ...transport.base import draw
 from .flags import SYNC_PHASES
 from .vector import Places, read_at
 
@@ -46,6 +45,8 @@ class Form:
             self.dtype, self.blank = torch.uint8, 255  # scales of NaN
             self._elements = self.code.elements(config.packet_bytes)
             self.packet = self.code.size(self._elements)
+        #: By phase, the name of the code.
+        self.codes = {} if self.code is None else dict.fromkeys(SYNC_PHASES, str(self.code))
 
     def cut(self, shard: int) -> BucketUnits:
         """Return the units of a shard of so many elements."""
@@ -66,18 +67,9 @@ class Form:
             return rows.float()
         return self.code.decode(rows, units, torch.empty(len(rows), units.shard, device=rows.device))
 
-    def round_(self, values: torch.Tensor, units: BucketUnits) -> torch.Tensor:
-        """Replace ``values`` float32[R, shard] by those that arrive, and return them."""
-        rows = values.new_empty(len(values), self.items(units), dtype=self.dtype)
-        self.encode(values, units, rows)
-        return values.copy_(self.decode(rows, units))
-
 
 def bytes_sent(config: LossyConfig, count: int, among: tuple[int, int] | None = None) -> float:
-    """Return the bytes that a sender sends in an exchange of ``count`` elements.
-
-    ``among``: the numbers of senders and receivers; ``None``: all islands are both.
-    """
+    """Return the bytes that a sender sends of ``count`` elements. ``among``: senders and receivers; ``None``: all islands."""
     form, (senders, receivers) = Form(config), among or (config.islands, config.islands)
     shard = -(-count // senders)
     return theory.bytes_sent(count, senders, form.items(form.cut(shard)) * form.dtype.itemsize / shard, receivers)
@@ -139,10 +131,7 @@ class Rest:
 
 
 class Mean(NamedTuple):
-    """The result of an exchange. ``values`` [k]: the owners' means.
-
-    ``arrived`` bool[islands of this process, k], or ``None`` if all arrived everywhere.
-    """
+    """The owners' means ``values`` [k], and where they ``arrived``, bool[islands of this process, k]; ``None``: everywhere."""
 
     values: torch.Tensor
     arrived: torch.Tensor | None
@@ -150,114 +139,6 @@ class Mean(NamedTuple):
     def wait(self) -> Mean:
         """Return this mean: its exchange has ended."""
         return self
-
-
-class InMemory:
-    """All islands in this process. ``deliveries``: those of the latest exchange; empty without loss."""
-
-    def __init__(self, config: LossyConfig, stream: Stream, steps: int | None) -> None:
-        self._config, self._stream = config, stream
-        self._form = Form(config)
-        self.rest = None if self._form.exact else Rest()
-        self._networks = networks_between(config, stream, steps)
-        self.deliveries: list[Delivery] = []
-        self._senders: Sequence[int] = range(config.islands)
-        self._receivers: Sequence[int] = range(config.islands)
-
-    def among(self, senders: Sequence[int], receivers: Sequence[int]) -> None:
-        """Average only ``senders`` from the next exchange on, which own the means; ``receivers`` get these."""
-        self._senders, self._receivers = senders, receivers
-
-    def forget(self, island: int) -> None:
-        """Let ``island`` begin again, without rests of means."""
-        if self.rest is not None:
-            self.rest.forget(island)
-
-    def begin(self, step: int, sent: torch.Tensor, places: Places | None = None) -> Mean:
-        """Make the exchange of ``sent`` float32[islands, k], keyed by the iteration ``step``. ``sent`` becomes what others get, rounded.
-
-        ``places``: the places of its elements; ``None``: all of a vector.
-        """
-        senders, receivers, (islands, count) = self._senders, self._receivers, sent.shape
-        owners = len(senders)
-        shard = -(-count // owners)
-        units = self._form.cut(shard)
-        crossing = torch.zeros(islands, owners * shard, device=sent.device)
-        crossing[:, :count] = sent
-        if not self._form.exact:
-            self._form.round_(crossing.view(-1, shard), units)
-            sent.copy_(crossing[:, :count])
-        crossing = crossing if owners == islands else crossing[senders]
-        reduced, gathered = self._arrived(step, units, finite_rows(sent))
-        self.deliveries = [
-            Delivery(Exchange(phase, self._stream, step), senders, receiving, arrived, [units])
-            for phase, receiving, arrived in zip(SYNC_PHASES, (senders, receivers), (reduced, gathered), strict=True)
-            if arrived is not None
-        ]
-        here = None if reduced is None else elements_of(reduced, units, sent.device)
-        means = mean_of(crossing.view(owners, owners, shard), here)  # [owners, shard]
-        if self.rest is not None:
-            means = self._rounded(self.rest, means, units, here, places, count)
-        values = means.view(-1)[:count]
-        if not self.deliveries:
-            return Mean(values, None)
-        if gathered is None:
-            gathered = np.ones((len(receivers), owners, units.count), dtype=bool)
-        back = elements_of(gathered, units, sent.device).reshape(len(receivers), -1)[:, :count]
-        if len(receivers) == islands:
-            return Mean(values, back)
-        arrived = back.new_zeros(islands, count)
-        arrived[receivers] = back
-        return Mean(values, arrived)
-
-    def _rounded(
-        self,
-        rest: Rest,
-        exact: torch.Tensor,
-        units: BucketUnits,
-        here: torch.Tensor | None,
-        places: Places | None,
-        count: int,
-    ) -> torch.Tensor:
-        """Return the means [owners, shard] that cross for those before rounding; zero without a sender."""
-        averaged = [None] * len(exact) if here is None else here.any(dim=1)
-
-        def crosses(values: torch.Tensor) -> torch.Tensor:
-            return self._form.round_(values.clone()[None], units)[0]
-
-        rows = [
-            rest.crossing(owner, place, places, count, exact[place], averaged[place], crosses)
-            for place, owner in enumerate(self._senders)
-        ]
-        return torch.stack(rows).nan_to_num_(0.0)
-
-    def _arrived(self, step: int, units: BucketUnits, finite: np.ndarray) -> list[np.ndarray | None]:
-        """Return bool[receivers, senders, units] for each phase: the units that arrive; ``None``: all.
-
-        A mean without a sender is lost. Means are received by all receivers, and what they are made of by their owners.
-        """
-        receivers = (self._senders, self._receivers)
-        reduced, gathered = (
-            self._drawn(phase, step, units, finite, there) for phase, there in zip(SYNC_PHASES, receivers, strict=True)
-        )
-        sent = None if reduced is None else reduced.any(axis=1)  # [owners, units]
-        if sent is not None and not sent.all():
-            shape = (len(self._receivers), *sent.shape)
-            gathered = np.broadcast_to(sent[None] & (True if gathered is None else gathered), shape)
-        return [reduced, gathered]
-
-    def _drawn(
-        self, phase: str, step: int, units: BucketUnits, finite: np.ndarray, receivers: Sequence[int]
-    ) -> np.ndarray | None:
-        """Return the units that the draw delivers. Islands that are not ``finite`` neither send nor receive."""
-        network, senders = self._networks[phase], self._senders
-        sound, heard = finite[list(senders)], finite[list(receivers)]
-        if network.lossless and sound.all() and heard.all():
-            return None
-        arrived = draw(network, Exchange(phase, self._stream, step), senders, receivers, units.count).copy()
-        arrived[:, ~sound] = False
-        arrived[~heard] = False
-        return arrived
 
 
 def networks_between(config: LossyConfig, stream: Stream, steps: int | None) -> dict[str, Network]:

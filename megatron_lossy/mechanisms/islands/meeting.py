@@ -42,7 +42,8 @@ class Meeting:
         self._wanted, self._every = wanted, every
         self.changed = threading.Condition()
         self.said: _Said = {}
-        self._others: dict[int, _Said] = {}
+        #: By slot, what others say, as far as it was read.
+        self.from_others: dict[int, _Said] = {}
         self._up: tuple[str, list[Member]] = ("", [])
         self._ranks: list[tuple[str, list[Member]]] = [("", [])] * (size - 1)
         self.talks = 0
@@ -53,10 +54,6 @@ class Meeting:
     def begin(self) -> None:
         """Begin the thread."""
         self._thread.start()
-
-    def others(self, slot: int, name: str) -> dict[str, str]:
-        """Return what the rank of ``slot`` says in the pair ``name``, as far as it was read."""
-        return self._others.get(slot, {}).get(name, {})
 
     def connected(self, nonce: str, members: Collection[Member]) -> None:
         """Publish the connections of this rank for the preparation ``nonce``."""
@@ -107,7 +104,7 @@ class Meeting:
             texts = self._store.list(f"meet/{self._rank}/")
             others = {int(key.rpartition("/")[2]): _parsed(value)[1] for key, value in texts.items()}
             with self.changed:
-                self._others = others
+                self.from_others = others
         if self._rank == 0:
             ranks = [_parsed(self._store.get(self._key(rank)), self._me)[0] for rank in range(1, self._size)]
             with self.changed:
@@ -123,14 +120,14 @@ class Meeting:
 class Talk:
     """The words of two ranks that connect: the ``store`` of their channel. A context manager.
 
-    ``nonce``: of the preparation. ``me``, ``other``: the members. ``wanted``: whether it goes on. The rank of the lower slot names the
+    ``nonce``: of the preparation. ``me``, ``other``: the members. ``closing``: set to end it. The rank of the lower slot names the
     session, a new one each time; ``former`` is the one before. Messages stay until :meth:`forget`: the other one may yet read them.
     """
 
     def __init__(
-        self, meeting: Meeting, nonce: str, me: Member, other: Member, wanted: Callable[[], bool], former: str
+        self, meeting: Meeting, nonce: str, me: Member, other: Member, closing: threading.Event, former: str
     ) -> None:
-        self._meeting, self._wanted, self._former, self._slot = meeting, wanted, former, slot_of(other)
+        self._meeting, self._closing, self._former, self._slot = meeting, closing, former, slot_of(other)
         self._own, self._others = f"{nonce} {other}", f"{nonce} {me}"
         self._leads = slot_of(me) < self._slot
         #: Until there is a new one the session before: a talk that fails must not let the next one join that again.
@@ -174,12 +171,12 @@ class Talk:
         meeting = self._meeting
 
         def heard() -> str | None:
-            found = meeting.others(self._slot, self._others)
+            found = meeting.from_others.get(self._slot, {}).get(self._others, {})
             session, answer = found.get("session"), found.get(key)
             return answer if (session != self._former if key == "session" else session == self.session) else None
 
         with meeting.changed:
-            meeting.changed.wait_for(lambda: heard() is not None or meeting.ended or not self._wanted(), _ANSWER)
+            meeting.changed.wait_for(lambda: heard() is not None or meeting.ended or self._closing.is_set(), _ANSWER)
             answer = heard()
         if answer is None:
             raise NoAnswer(f"island {self._slot} does not answer")

@@ -87,7 +87,7 @@ class IslandMonitor(Observer):
 
     def restart(self, iteration: int) -> None:
         self._measured.clear()
-        self._window.clear()
+        super().restart(iteration)
 
     def metrics(self) -> dict[str, float]:
         self._read()
@@ -106,10 +106,7 @@ class IslandMonitor(Observer):
 
     def state_dict(self) -> dict[str, Any]:
         self._read()
-        return {"window": self._window.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._window.load_state_dict(state["window"])
+        return super().state_dict()
 
 
 #: The name of the file of the log, in the folder of ``--delivery-log``.
@@ -134,8 +131,7 @@ class Diary(Observer):
         self._lost: set[int] = set()  # since the last line
         self._counted: set[int] = set()  # of the lost ones, in the window
         self._written: tuple[str | None, int] | None = None
-        self._next = self._made = self._lag = 0
-        self._epoch: Epoch | None = None
+        self._now: tuple[int, int, Epoch | None, int] = 0, 0, None, 0  # see :meth:`begin`
 
     def check(self) -> None:
         """Raise :class:`UsageError` if the folder has the lines of another run."""
@@ -177,7 +173,7 @@ class Diary(Observer):
             there = ([], []) if epoch is None else (epoch.slots, epoch.senders)
             self._window.add(exchanges=1, members=len(there[0]), senders=len(there[1]))
             self._counted = {number for number in self._counted if number > exchange - 1000}
-        self._next, self._made, self._epoch, self._lag = exchange, made, epoch, lag
+        self._now = exchange, made, epoch, lag
         key = (None, -1) if epoch is None else epoch.key
         if key != self._written or self._events:
             self._written = key
@@ -187,10 +183,8 @@ class Diary(Observer):
         with self._changed:
             events, self._events = self._events, []
             lost, self._lost = sorted(self._lost), set()
-        if self._log is None:
-            return
-        more = {"island": self._slot, "lost": lost}
-        self._log.add(line(self._next, self._made, self._epoch, self._lag, events, **more))
+        if self._log is not None:
+            self._log.add(line(*self._now, events, island=self._slot, lost=lost))
 
     def restart(self, iteration: int) -> None:
         if self._log is not None:

@@ -33,14 +33,14 @@ from ...hooks.versions import data_parallel_rank, pipeline_stage, tensor_group
 from ...recovery.rows import to_device
 from ...run.mechanism import Part
 from ...transport.peers import RankPeers
-from .between_ranks import Parties, RankExchanges
+from .between_ranks import RankExchanges
 from .carrying import Carrier, Collectives, IslandLink
 from .flags import CONSENSUS_FOLDER
 from .mean import Mean, bytes_sent
 from .monitor import IslandMonitor
 from .rounds import Rounds
 from .vector import Places, Subset, Vector, shard_vector
-from .world import IslandWorld, Meeting, Stopping
+from .world import IslandWorld, Stopping
 
 #: Elements of an exchange at most, about, from which the deviation is known.
 _SAMPLE = 2**16
@@ -54,7 +54,6 @@ class ExchangingRank(Part, JobGroup):
     def __init__(self, config: LossyConfig, world: Any) -> None:
         self.config, self.world = config, world
         self.monitor = IslandMonitor()
-        self._rounds: list[Rounds] | None = None  # by optimizer of torch's
         self._carriers: list[Carrier] = []
 
     def attach(self, run: Any) -> None:
@@ -64,25 +63,52 @@ class ExchangingRank(Part, JobGroup):
             run.observers.append(self.monitor)
         run.events.on(close=self.close)
 
-    def _built(self) -> list[Rounds]:
-        """Return the exchanges of each vector. The first call is a collective one of all islands."""
+    @functools.cached_property
+    def _rounds(self) -> list[Rounds]:
+        """The exchanges of each vector. The first look is a collective call of all islands."""
+        return [self._build(number, optimizer) for number, optimizer in enumerate(self._exchanging)]
+
+    @property
+    def _exchanging(self) -> list[Any]:
+        """The optimizers of the vectors; none if islands exchange nothing."""
+        raise NotImplementedError
+
+    def _build(self, number: int, optimizer: Any) -> Rounds:
         raise NotImplementedError
 
     def _crossing(self, number: int, subset: Subset) -> RankExchanges:
         """Return the maker of the means of the vector ``number``. A collective call of the ranks with this place."""
         config, world = self.config, self.world
-        carriers = list[Carrier]()
+        carriers: list[Carrier] = []
         for name in (f"{number}/{lane}" for lane in range(config.lanes)):
-            if config.observed:
-                carriers.append(IslandLink(config, name, world.island, world.store(name), subset.most, world.patience))
-            else:
-                carriers.append(Collectives(world.meet(name)))
+            link = IslandLink(config, world, name, subset.most) if config.observed else Collectives(world, name)
+            carriers.append(link)
         self._carriers += carriers
 
-        def parties(exchange: int) -> Parties:
-            return Parties(range(config.islands), world.island, carriers[exchange % config.lanes])
+        def of(exchange: int) -> Carrier:
+            return carriers[exchange % config.lanes]
 
-        return RankExchanges(config, subset.stream, world.island, parties, self._run.steps, self._tell)
+        return RankExchanges(config, subset.stream, world.island, of, self._run.steps, self._tell)
+
+    def _after(self, rounds: Rounds, iteration: int) -> None:
+        """Make the exchanges of ``rounds`` that are due after ``iteration``."""
+        count = rounds.after_iteration(iteration)
+        if count is not None:
+            self.monitor.exchanged(bytes_sent(self.config, count))
+
+    @contextlib.contextmanager
+    def _in_model(self, replicas: Sequence[tuple[Any, torch.Tensor]], shards: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Return a context with ``shards``, gathered, in the place of ``replicas``, each with the group that shards it."""
+        with torch.no_grad():
+            kept = [replica.clone() for _, replica in replicas]
+            for (group, replica), shard in zip(replicas, shards, strict=True):
+                all_gather_single(replica, shard.to(replica.device, replica.dtype), group=group)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for (_, replica), values in zip(replicas, kept, strict=True):
+                    replica.copy_(values)
 
     def _tell(self, delivery: Delivery) -> None:
         for observer in self._run.observers:
@@ -93,9 +119,9 @@ class ExchangingRank(Part, JobGroup):
         return self._carriers if self.config.observed else []
 
     @functools.cached_property
-    def _control(self) -> Meeting:
-        """The meeting for exchanges that no thread makes."""
-        return self.world.meet("control")
+    def _control(self) -> Collectives:
+        """The carrier of exchanges that no thread makes."""
+        return Collectives(self.world, "control")
 
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[None]:
@@ -114,19 +140,18 @@ class ExchangingRank(Part, JobGroup):
     def state_dict(self) -> Any:
         """Return the state of the rules, and of the exchanges under way. Waits for these."""
         with self._waiting():
-            return [rounds.state_dict() for rounds in self._built()]
+            return [rounds.state_dict() for rounds in self._rounds]
 
     def load_state_dict(self, state: Any) -> None:
         """Restore :meth:`state_dict`, once there is an optimizer."""
-        built = self._built()
-        if len(state) != len(built):
+        if len(state) != len(self._rounds):
             raise UsageError(f"--sync-method {self.config.sync_method}: the checkpoint has other exchanges")
-        for rounds, saved in zip(built, state, strict=True):
+        for rounds, saved in zip(self._rounds, state, strict=True):
             rounds.load_state_dict(saved)
 
     def close(self) -> None:
         """End the exchanges."""
-        for rounds in self._rounds or ():
+        for rounds in vars(self).get("_rounds", ()):
             rounds.crossing.close()
         for carrier in self._carriers:
             carrier.close()
@@ -157,25 +182,23 @@ class RankIslands(ExchangingRank):
 
     def begin_iteration(self) -> None:
         """Note that the optimizer is about to make its update."""
-        self._built()
+        _ = self._rounds
 
     def end_iteration(self) -> None:
         """Make the exchanges that a skipped update left out; the iteration is over."""
-        left = [number for number in range(len(self._built())) if number not in self._made]
+        left = [number for number in range(len(self._rounds)) if number not in self._made]
         for number in left:
             self._exchange(number)
         if left and self._run.config.untouched("param"):
             self._gather()
         if self.config.delivery_log is not None:  # a record must be complete before its iteration is over
-            for rounds in self._built():
+            for rounds in self._rounds:
                 rounds.crossing.tell()
         self._made.clear()
 
     def _exchange(self, number: int, *_: Any) -> None:
-        rounds = self._built()[number]
-        count = rounds.after_iteration(self._run.iteration)
-        if count is not None:
-            self.monitor.exchanged(bytes_sent(self.config, count))
+        rounds = self._rounds[number]
+        self._after(rounds, self._run.iteration)
         if self._used:
             self._used = False
             self._equalise(rounds.vectors[0], self._copies[number])
@@ -218,11 +241,6 @@ class RankIslands(ExchangingRank):
     @functools.cached_property
     def _stopping(self) -> Stopping:
         return Stopping(self.world)
-
-    def _built(self) -> list[Rounds]:
-        if self._rounds is None:
-            self._rounds = [self._build(number, optimizer) for number, optimizer in enumerate(self._exchanging)]
-        return self._rounds
 
     def ready(self) -> None:
         """Raise :class:`UsageError` if there are too few weights to exchange."""
@@ -289,13 +307,8 @@ class RankIslands(ExchangingRank):
                 vector.write(copies, values)
 
     @property
-    def _vectors(self) -> list[Vector]:
-        """The weights of each optimizer."""
-        return [rounds.vectors[0] for rounds in self._built()]
-
-    @property
     def _inner(self) -> list[Any]:
-        """Torch's optimizers of :attr:`_vectors`."""
+        """Torch's optimizers, in the order of the exchanges."""
         return [optimizer.optimizer for optimizer in self._exchanging]
 
     def _note(self, seconds: float, sent: torch.Tensor, mean: Mean) -> None:
@@ -324,29 +337,17 @@ class RankIslands(ExchangingRank):
 
     @contextlib.contextmanager
     def consensus_weights(self) -> Iterator[bool]:
-        """Return a context with the mean of the islands' owners' weights in the model; with false, with their own.
-
-        A collective call of all islands.
-        """
+        """See :meth:`.JobGroup.consensus_weights`. A collective call of all islands."""
         self._settle()
         with torch.no_grad():
-            means = self._means(
-                [own_shard(bucket, group.rank(), group.size()).float() for bucket, group in self._buckets]
-            )
+            own = [own_shard(bucket, group.rank(), group.size()).float() for bucket, group in self._buckets]
+            means = self._means(own)
         if means is None:
             with self._run.owner_weights(self._run.chunks):
                 yield False
             return
-        with torch.no_grad():
-            kept = [bucket.param_data.clone() for bucket, _ in self._buckets]
-            for (bucket, group), mean in zip(self._buckets, means, strict=True):
-                all_gather_single(bucket.param_data, mean.to(bucket.param_data.dtype), group=group)
-        try:
+        with self._in_model([(group, bucket.param_data) for bucket, group in self._buckets], means):
             yield True
-        finally:
-            with torch.no_grad():
-                for (bucket, _), values in zip(self._buckets, kept, strict=True):
-                    bucket.param_data.copy_(values)
 
     def _means(self, shards: Sequence[torch.Tensor]) -> Sequence[torch.Tensor] | None:
         """Return the means of ``shards`` over islands; ``None`` if these do not meet. A collective call of all."""
@@ -380,7 +381,7 @@ class RankIslands(ExchangingRank):
 
     def _of_all(self, value: int) -> list[int]:
         """Return the ``value`` of each island. A collective call of the ranks with this place in each."""
-        return self._control.all_gather(torch.tensor([value])).view(-1).tolist()
+        return self._control.gather(torch.tensor([value]))[0].view(-1).tolist()
 
     def restart(self, iteration: int) -> None:
         """Raise :class:`UsageError` unless all islands were loaded at the same ``iteration``. A collective call."""

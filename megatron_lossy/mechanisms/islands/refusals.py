@@ -69,6 +69,7 @@ def _corrects(config: LossyConfig, correction: str) -> bool:
     return config.averages and config.sync_method == "parameters" and config.correction == correction
 
 
+# IslandFlags.check refuses most flags of islands without several of these: conditions on such flags need not ask for islands.
 ISLANDS = Section(
     "islands",
     "Islands",
@@ -81,7 +82,7 @@ ISLANDS = Section(
     lambda c, f: f.virtual is not None and c.averages and c.eval_weights == "owner" and c.rendezvous is None,
     "--delivery-log, --trace | --island-speeds | "
     "cannot be combined with --island-speeds: islands would be in different iterations",
-    lambda c, f: c.averages and c.island_speeds is not None,
+    lambda c, f: c.island_speeds is not None,
     "--islands | a program of one's own | needs a launcher of this package: each island is a world of its own",
     lambda c, f: f.worlds_apart is False and c.averages,
     *switches(
@@ -121,7 +122,7 @@ ISLANDS = Section(
     lambda c, f: c.averages and c.sync_dtype == "int4" and c.sync_method != "diloco",
     "--sync-dtype | --islands, diloco in int8 or int4, and tensor parallelism | "
     "cannot go with tensor parallelism, whose copies of a parameter would be rounded apart; choose fp32 or bf16",
-    lambda c, f: _real(c, f) and c.averages and c.sends_distances and above(f.tensor, 1),
+    lambda c, f: _real(c, f) and c.sends_distances and above(f.tensor, 1),
     "--rendezvous, --transport, --sync-dtype | --islands, experts and tensor parallelism | "
     "tensor-parallel ranks would lose or round other averages of what all {facts.tensor} have a copy of, which experts do not say",
     lambda c, f: (
@@ -141,52 +142,42 @@ ISLANDS = Section(
     lambda c, f: _real(c, f) and c.island_schedule is not None,
     "--island-schedule | --island-speeds | "
     "cannot be combined with --island-speeds: its iterations would be others on each island",
-    lambda c, f: c.averages and c.island_schedule is not None and c.island_speeds is not None,
+    lambda c, f: c.island_schedule is not None and c.island_speeds is not None,
     "--island-keep, --island-rejoin | neither --island-schedule nor --rendezvous | "
     "needs --island-schedule or --rendezvous",
     # A folder's flags do not have --rendezvous.
-    lambda c, f: f.virtual is not None and c.averages and not c.comes_and_goes,
+    lambda c, f: f.virtual is not None and c.averages and c.island_schedule is None and c.rendezvous is None,
     "--rendezvous | PyTorch's FSDP2 or DDP | "
     "needs a training loop that can go on at a later iteration: python -m megatron_lossy.train, or megatron.training",
-    lambda c, f: f.data_parallel is not None and c.averages and c.rendezvous is not None,
+    lambda c, f: f.data_parallel is not None and c.rendezvous is not None,
     "--rendezvous | --virtual-workers | is for real ranks: islands in one process come and go by --island-schedule",
-    lambda c, f: f.virtual and c.averages and c.rendezvous is not None,
+    lambda c, f: f.virtual and c.rendezvous is not None,
     "--save | --rendezvous without --save-replicas | "
     "keeps who is there, and who listens, with --save-replicas only; give it too, or leave --save out",
     lambda c, f: f.saves and _real(c, f) and c.rendezvous is not None and not c.save_replicas,
     "--rendezvous | --async-pipeline | "
     "cannot go with --async-pipeline: batches under way belong to iterations that others may have left behind",
-    lambda c, f: c.averages and c.rendezvous is not None and c.holds_samples(),
+    lambda c, f: c.rendezvous is not None and c.holds_samples(),
     "--sync-ranks | a loop of Megatron-LM | needs python -m megatron_lossy.train, whose samples do not depend on the numbers of ranks",
-    lambda c, f: f.flushes and c.averages and c.sync_ranks is not None,
+    lambda c, f: f.flushes and c.sync_ranks is not None,
     "--sync-ranks | tensor or pipeline parallelism, or experts | needs ranks that are whole replicas: no tensor or pipeline parallelism, "
     "and no experts",
-    lambda c, f: (
-        c.averages and c.sync_ranks is not None and (above(f.tensor, 1) or above(f.pipeline, 1) or above(f.experts, 0))
-    ),
+    lambda c, f: c.sync_ranks is not None and (above(f.tensor, 1) or above(f.pipeline, 1) or above(f.experts, 0)),
     "--sync-ranks | an island of fewer ranks | must be at most {ranks}, the ranks of this island",
     _has_fewer_ranks,
     "--sync-ranks | --save-consensus, and --eval-weights consensus or both | "
     "cannot go with --save-consensus and --eval-weights {config.eval_weights}: shards of unequal islands have no mean; evaluate owner",
-    lambda c, f: (
-        c.averages and c.sync_ranks is not None and (c.save_consensus or c.eval_weights in ("consensus", "both"))
-    ),
+    lambda c, f: c.sync_ranks is not None and (c.save_consensus or c.eval_weights in ("consensus", "both")),
     "--trace, --island-speeds | --rendezvous | "
     "cannot go with --rendezvous: islands have nothing in common that is written or read",
-    lambda c, f: c.averages and c.rendezvous is not None,
+    lambda c, f: c.rendezvous is not None,
     "--delivery-log, --trace | --island-schedule and --loss-unit packet | "
     "cannot go with --island-schedule and --loss-unit packet: the number "
     "of packets follows that of the islands; choose another unit",
-    lambda c, f: c.averages and c.island_schedule is not None and c.loss_unit == "packet",
+    lambda c, f: c.island_schedule is not None and c.loss_unit == "packet",
     "--sync-subset | Gaudi (HPU) | "
     "draws other elements in each round, and Gaudi would compile as many graphs; choose cyclic",
-    lambda c, f: (
-        f.device == "hpu"
-        and c.averages
-        and c.sync_method != "none"
-        and c.sync_fraction < 1
-        and c.sync_subset != "cyclic"
-    ),
+    lambda c, f: f.device == "hpu" and c.sync_fraction < 1 and c.sync_subset != "cyclic",
     "--sync-subset | --transport udp or stream | cannot go with --transport {config.transport}, whose messages have one length",
     lambda c, f: _real(c, f) and c.observed and c.sync_subset == "bernoulli",
     "--delivery-log | --islands and --transport udp or stream | "
@@ -196,15 +187,11 @@ ISLANDS = Section(
     "--sync-method | exchanges that can be lost, of eager-diloco, or of diloco in int8 or int4 | "
     "cannot lose exchanges (--p-sync, traces, --transport udp or stream, --rendezvous): "
     "nothing would pull islands together again; choose diloco in fp32 or bf16",
-    lambda c, f: (
-        c.averages
-        and c.sends_distances
-        and (c.rendezvous is not None or (f.workers is not None and not c.sync_lossless))
-    ),
+    lambda c, f: c.sends_distances and (c.rendezvous is not None or (f.workers is not None and not c.sync_lossless)),
     "--island-schedule | --sync-delay of diloco in int8 or int4 | "
     "cannot go with --sync-delay and --sync-dtype {config.sync_dtype}: "
     "an island that copies another would miss the means that are under way to it",
-    lambda c, f: c.averages and c.sends_distances and c.island_schedule is not None and c.sync_delay,
+    lambda c, f: c.sends_distances and c.island_schedule is not None and c.sync_delay,
     "--islands | one worker each, and lost gradients or parameters | "
     "islands of one worker exchange no gradients and no parameters; choose fewer, or --p-sync for what they average",
     lambda c, f: c.averages and _one_worker_each(c, f),

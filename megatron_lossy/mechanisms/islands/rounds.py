@@ -41,9 +41,7 @@ _LEFT = 0.01
 
 @dataclass
 class Flight:
-    """An exchange under way: its number, the iteration before it, its elements, the values that were sent, the rule's snapshot, and what waits
-    for the mean.
-    """
+    """An exchange under way. ``step``: the iteration before it. ``snapshot``: of the rule. ``pending``: waits for the mean."""
 
     number: int
     step: int
@@ -80,10 +78,7 @@ class Rounds:
 
     @torch.no_grad()
     def after_iteration(self, step: int) -> int | None:
-        """Begin and use the exchanges that are due after iteration ``step`` (from 0).
-
-        Return the number of elements of the exchange that begins, or ``None`` if none does.
-        """
+        """Begin and use the exchanges due after iteration ``step``. Return the elements of the one that begins, if one does."""
         number, left = divmod(step + 1, self._interval)
         if left and (step + 1 - self._delay) % self._interval:
             return None
@@ -289,17 +284,12 @@ def outer_visits(lr: float, momentum: float) -> float:
 class Slot:
     """The island of a slot.
 
-    ``trains``: makes iterations. ``reached``: by others. ``listens``: until it may send. ``own``: has weights of the
-    run. ``life``: counts its starts. ``fresh``: it has not been there since it started. ``sent``: iterations of the run
-    when it last sent; ``made``: its own since.
+    ``listens``: until it may send. ``own``: has weights of the run. ``sent``: iterations of the run when it last sent; ``made``: its own
+    since.
     """
 
-    trains: bool = True
-    reached: bool = True
     listens: bool = False
     own: bool = True
-    life: int = 0
-    fresh: bool = False
     sent: int = 0
     made: int = 0
 
@@ -310,11 +300,6 @@ class Slot:
     def stopped(self, now: int, keep: int) -> bool:
         """Return whether weights are too old to send. ``keep``: the largest lag that is none, in iterations."""
         return self.lag(now) > keep and 2 * self.lag(now) > now - self.sent
-
-    @property
-    def member(self) -> bool:
-        """Whether it takes part in exchanges."""
-        return self.trains and self.reached
 
 
 class Standing:
@@ -346,10 +331,7 @@ class Standing:
         self.slot.listens = self.slot.stopped(now, keep)
 
     def may_send(self, visits: int) -> bool:
-        """Begin an exchange. Return whether the island is about to send again.
-
-        ``visits``: how often means have set each element since it began to listen, at least.
-        """
+        """Begin an exchange. Return whether the island sends again, since means have set each element ``visits`` times."""
         needed = needed_visits(self._overlap, self.slot.own) if self._outer is None else outer_visits(*self._outer)
         if self.slot.listens and visits >= needed:
             self.slot.listens, self.slot.own = False, True

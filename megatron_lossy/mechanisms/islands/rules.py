@@ -67,6 +67,10 @@ class Rule(ABC):
 
     #: Whether the rule acts at every exchange, also when no mean has come back yet.
     always: ClassVar[bool] = False
+    #: The names of its state, tensors [islands, size].
+    kept: ClassVar[tuple[str, ...]] = ()
+    #: Whether that belongs to the weights, so that an island that copies another one takes it, too. Otherwise it begins at zero.
+    belongs: ClassVar[bool] = False
 
     def payload(self, now: torch.Tensor, places: Places | None) -> torch.Tensor:
         """Return the values [islands, k] that islands with the weights ``now`` [islands, k] at ``places`` send. It may be ``now``."""
@@ -82,22 +86,21 @@ class Rule(ABC):
 
     def restart(self, island: int) -> None:
         """Forget ``island``, which was away and begins again. It does not use exchanges that began before."""
+        for kept in () if self.belongs else self.state_dict().values():
+            kept[island] = 0
 
     def copied(self) -> dict[str, torch.Tensor]:
-        """Return the state [islands, size] that belongs to the weights, by name: an island that copies another one takes it, too."""
-        return {}
-
-    def copy(self, source: int, island: int) -> None:
-        """Give ``island``, which has just taken the weights of ``source``, the state that belongs to them."""
-        for kept in self.copied().values():
-            kept[island] = kept[source]
+        """Return the state by name, if it belongs to the weights."""
+        return self.state_dict() if self.belongs else {}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that must be saved for a run to continue bit for bit."""
-        return {}
+        return {name: getattr(self, name) for name in self.kept}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore :meth:`state_dict`."""
+        for name, kept in self.state_dict().items():
+            kept.copy_(state[name])
 
 
 class NoCorrection(Rule):
@@ -131,6 +134,8 @@ class SmithPredictor(Rule):
     ``size``: elements of the vector.
     """
 
+    kept = ("moved",)
+
     def __init__(self, gain: float, islands: int, size: int, device: torch.device) -> None:
         self.gain = gain
         self.moved = torch.zeros(islands, size, device=device)
@@ -151,15 +156,6 @@ class SmithPredictor(Rule):
             corrected = torch.add(now, off, alpha=self.gain)
         return result.where_arrived(corrected, now)
 
-    def restart(self, island: int) -> None:
-        self.moved[island] = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"moved": self.moved}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.moved.copy_(state["moved"])
-
 
 class MovingAverage(Rule):
     """mean + d, where d <- (1 - c) d + c (w - sent) for the elements that came back; c falls with time.
@@ -167,10 +163,11 @@ class MovingAverage(Rule):
     ``size``: elements of the vector. ``steps``: length of the run.
     """
 
-    def __init__(
-        self, islands: int, size: int, first: float, last: float, hold: int, steps: int, device: torch.device
-    ) -> None:
-        self._first, self._last, self._hold, self._steps = first, last, hold, steps
+    kept = ("progress",)
+
+    def __init__(self, config: LossyConfig, islands: int, size: int, steps: int, device: torch.device) -> None:
+        self._first, self._last, self._hold = config.ema_coefficient
+        self._steps = steps
         self.progress = torch.zeros(islands, size, device=device)
 
     def coefficient(self, step: int) -> float:
@@ -187,15 +184,6 @@ class MovingAverage(Rule):
         write_at(progress, result.places, after)
         return result.where_arrived(result.mean + after, now)
 
-    def restart(self, island: int) -> None:
-        self.progress[island] = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"progress": self.progress}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.progress.copy_(state["progress"])
-
 
 class DiLoCo(Rule):
     """b <- mu b + D, v <- v - lr (D + mu b), with the outer weights v and D = v - mean; w becomes v.
@@ -204,6 +192,8 @@ class DiLoCo(Rule):
     the mean was under way, and what codes rounded away. So the next v - w has it too. ``start``: the weights [size] of each island of
     this process. Elements without a mean keep w, v and b.
     """
+
+    kept, belongs = ("outer", "buffer"), True
 
     def __init__(self, start: Sequence[torch.Tensor], config: LossyConfig) -> None:
         self._islands, (self._lr, self._momentum) = config.islands, config.outer_optimizer
@@ -233,16 +223,6 @@ class DiLoCo(Rule):
         write_at(self.outer[island], result.places, step)
         return step
 
-    def copied(self) -> dict[str, torch.Tensor]:
-        return {"outer": self.outer, "buffer": self.buffer}
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.copied()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.outer.copy_(state["outer"])
-        self.buffer.copy_(state["buffer"])
-
 
 class EagerDiLoCo(DiLoCo):
     """The same with D = mean(before) + (own - own before) / M. Islands send their distance to v."""
@@ -270,8 +250,7 @@ def make_rule(config: LossyConfig, weights: Sequence[torch.Tensor], steps: int |
     if config.correction == "smith":
         gain = predictor_gain(config) if config.gain is None else config.gain
         return SmithPredictor(gain, islands, size, device) if config.may_overlap else Mixing(gain)
-    first, last, hold = config.ema_coefficient
-    return MovingAverage(islands, size, first, last, hold, steps or 0, device)
+    return MovingAverage(config, islands, size, steps or 0, device)
 
 
 def critical_gain(config: LossyConfig) -> float:

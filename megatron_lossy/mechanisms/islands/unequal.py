@@ -7,23 +7,22 @@ scattered to them afterwards. So islands need the same parameters, and not the s
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from .copying import STEP, HostCopy
-from .vector import Segment, Vector
+from .vector import STEP, HostCopy, Segment, Vector, held
 
 
 class Stretch(NamedTuple):
-    """Consecutive elements of a tensor of one rank, and the place of the first one in the part of another."""
+    """Consecutive elements ``inside`` a piece of one rank, and their place in the part of another."""
 
     piece: int
-    first: int
-    length: int
-    place: int
+    inside: slice
+    place: slice
 
 
 class Piece(NamedTuple):
@@ -70,20 +69,20 @@ class PartVector(Vector):
     """
 
     def __init__(self, optimizer: Any, parts: int, group: Any, device: torch.device) -> None:
-        self._optimizer, self._group, rank = optimizer, group, group.rank()
+        self._group, rank = group, group.rank()
         self._pieces = pieces_of(optimizer)
         whole = sum(parameter.numel() for parameter in parameters_of(optimizer))
         bounds = [number * whole // parts for number in range(parts + 1)]
         bounds += [whole] * (group.size() - parts)  # ranks without a part
-        everywhere: list[Any] = [None] * group.size()
         own = [(piece.start, piece.start + piece.main.numel()) for piece in self._pieces]
-        dist.all_gather_object(everywhere, own, group=group)
-        assert sum(stop - start for theirs in everywhere for start, stop in theirs) == whole, (
-            "elements of no rank, or of two"
-        )
-        #: By rank, what of this one's pieces is in its part, and what of its pieces is in this one's.
-        self._sent = [list(_stretches(own, *bounds[other : other + 2])) for other in range(group.size())]
-        self._received = [list(_stretches(theirs, *bounds[rank : rank + 2])) for theirs in everywhere]
+        everywhere = self._everywhere(own)
+        owned = sum(stop - start for theirs in everywhere for start, stop in theirs)
+        assert owned == whole, "elements of no rank, or of two"
+        # By rank, what of this one's pieces is in its part, and what of its pieces is in this one's.
+        sent = [list(_stretches(own, *bounds[other : other + 2])) for other in range(group.size())]
+        received = [list(_stretches(theirs, *bounds[rank : rank + 2])) for theirs in everywhere]
+        self._given, self._taken = ([sum(_lengths(one)) for one in side] for side in (sent, received))
+        self._sent, self._received = (list(itertools.chain(*side)) for side in (sent, received))
         self._copy = torch.zeros(bounds[rank + 1] - bounds[rank], device=device)
         super().__init__([Segment(0, self._copy, None)], len(self._copy), device)
         self.gather_weights()
@@ -100,31 +99,29 @@ class PartVector(Vector):
                 piece.rounded.copy_(values)
 
     @torch.no_grad()
-    def held_state(self, name: str) -> dict[str, HostCopy | float]:
-        """Return the part of the weights, as they were gathered, and of the optimizer's state, each named after ``name``."""
-        found: dict[str, HostCopy | float] = {f"{name}/weights": HostCopy(self._copy)}
-        states = [self._state.get(piece.main, {}) for piece in self._pieces]
-        for key, value in self._example().items():
+    def held_state(self, optimizer: Any) -> dict[str, HostCopy | float]:
+        """Return the part of the weights, as they were gathered, and of the state of torch's ``optimizer``, by name."""
+        found = {"weights": held(self._copy)}
+        states = [optimizer.state.get(piece.main, {}) for piece in self._pieces]
+        # Of a parameter that the first rank with any has: names, step counts, and tensors of any values.
+        small = {key: _small(value) for key, value in next(filter(None, states), {}).items()}
+        for key, value in next(filter(None, self._everywhere(small)), {}).items():
             if isinstance(value, torch.Tensor) and value.dim():
-                found[f"{name}/moments/{key}"] = HostCopy(self._gather([state[key] for state in states]))
+                found[f"moments/{key}"] = held(self._gather([state[key] for state in states]))
             elif value is not None:
-                found[f"{name}/counts/{key}"] = HostCopy(value) if isinstance(value, torch.Tensor) else value
-        for index, group in enumerate(self._optimizer.optimizer.param_groups):
-            if STEP in group:
-                step = group[STEP]
-                found[f"{name}/groups/{index}"] = HostCopy(step) if isinstance(step, torch.Tensor) else step
-        return found
+                found[f"counts/{key}"] = held(value)
+        groups = enumerate(optimizer.param_groups)
+        return found | {f"groups/{index}": held(group[STEP]) for index, group in groups if STEP in group}
 
     @torch.no_grad()
-    def put_state(self, name: str, values: Mapping[str, torch.Tensor | float]) -> None:
-        """Put a :meth:`held_state` in the place of weights and state. Ranks without a part give no ``values``."""
-        own = {key.removeprefix(f"{name}/"): value for key, value in values.items() if key.startswith(f"{name}/")}
-        shared = [{key: None if key.startswith(("weights", "moments")) else value for key, value in own.items()}]
+    def put_state(self, optimizer: Any, values: Mapping[str, torch.Tensor | float]) -> None:
+        """See :meth:`.Vector.put_state`. Ranks without a part give no ``values``."""
+        shared = [{key: None if key.startswith(("weights", "moments")) else value for key, value in values.items()}]
         dist.broadcast_object_list(shared, src=dist.get_global_rank(self._group, 0), group=self._group)
         states: list[dict[str, Any]] = [{} for _ in self._pieces]
         for key, value in shared[0].items():
             kind, _, which = key.partition("/")
-            part = own.get(key)
+            part = values.get(key)
             if kind in ("weights", "moments"):
                 part = torch.zeros_like(self._copy) if part is None else part
                 assert isinstance(part, torch.Tensor)
@@ -137,56 +134,42 @@ class PartVector(Vector):
                 for state in states:
                     state[which] = value.clone() if isinstance(value, torch.Tensor) else value
             else:
-                self._optimizer.optimizer.param_groups[int(which)][STEP] = value
+                optimizer.param_groups[int(which)][STEP] = value
         self.scatter_weights()
         for piece, state in zip(self._pieces, states, strict=True):
             if state:
-                self._state[piece.main] = state
+                optimizer.state[piece.main] = state
 
-    @property
-    def _state(self) -> dict[torch.Tensor, dict[str, Any]]:
-        """The state of torch's optimizer, by parameter."""
-        return self._optimizer.optimizer.state
-
-    def _example(self) -> dict[str, Any]:
-        """Return the state of a parameter that the first rank with any has: names, step counts, and tensors of any values."""
-        own = next((self._state[piece.main] for piece in self._pieces if piece.main in self._state), None)
-        small = None if own is None else {key: _small(value) for key, value in own.items()}
-        everywhere: list[Any] = [None] * self._group.size()
-        dist.all_gather_object(everywhere, small, group=self._group)
-        return next((example for example in everywhere if example), {})
+    def _everywhere(self, own: Any) -> list[Any]:
+        """Return ``own`` of every rank."""
+        found: list[Any] = [None] * self._group.size()
+        dist.all_gather_object(found, own, group=self._group)
+        return found
 
     def _gather(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return this rank's part of the elements that all ranks have in ``tensors``, one for each piece."""
-        rows = [
-            tensors[stretch.piece].reshape(-1)[stretch.first : stretch.first + stretch.length]
-            for stretch in _all(self._sent)
-        ]
         values = torch.zeros_like(self._copy)
-        received = self._cross(rows, self._sent, self._received)
-        for stretch, row in zip(_all(self._received), received, strict=True):
-            values[stretch.place : stretch.place + stretch.length] = row
+        rows = [tensors[stretch.piece].reshape(-1)[stretch.inside] for stretch in self._sent]
+        received = self._cross(rows, self._given, self._taken)
+        for stretch, row in zip(self._received, received.split(_lengths(self._received)), strict=True):
+            values[stretch.place] = row
         return values
 
     def _scatter(self, values: torch.Tensor) -> list[torch.Tensor]:
         """Return new elements for each piece of this rank. ``values``: of the part."""
         found = [torch.zeros(piece.main.numel(), device=self._copy.device) for piece in self._pieces]
         values = values.to(self._copy.device)
-        rows = [values[stretch.place : stretch.place + stretch.length] for stretch in _all(self._received)]
-        received = self._cross(rows, self._received, self._sent)
-        for stretch, row in zip(_all(self._sent), received, strict=True):
-            found[stretch.piece][stretch.first : stretch.first + stretch.length] = row
+        received = self._cross([values[stretch.place] for stretch in self._received], self._taken, self._given)
+        for stretch, row in zip(self._sent, received.split(_lengths(self._sent)), strict=True):
+            found[stretch.piece][stretch.inside] = row
         return found
 
-    def _cross(
-        self, rows: Sequence[torch.Tensor], out: Sequence[Sequence[Stretch]], back: Sequence[Sequence[Stretch]]
-    ) -> Sequence[torch.Tensor]:
-        """Send ``rows``, one for each stretch of ``out``, to its rank. Return a row for each stretch of ``back``."""
-        given, taken = ([sum(stretch.length for stretch in stretches) for stretches in side] for side in (out, back))
+    def _cross(self, rows: Sequence[torch.Tensor], given: Sequence[int], taken: Sequence[int]) -> torch.Tensor:
+        """Send ``rows``, of which each rank gets as many elements as ``given`` has for it, and return those of all ranks."""
         sent = torch.cat([self._copy.new_zeros(0), *rows])
         received = self._copy.new_zeros(sum(taken))
-        dist.all_to_all_single(received, sent, taken, given, group=self._group)
-        return received.split([stretch.length for stretch in _all(back)])
+        dist.all_to_all_single(received, sent, list(taken), list(given), group=self._group)
+        return received
 
 
 def _stretches(pieces: Sequence[tuple[int, int]], start: int, stop: int) -> Iterator[Stretch]:
@@ -194,27 +177,13 @@ def _stretches(pieces: Sequence[tuple[int, int]], start: int, stop: int) -> Iter
     for number, (first, last) in enumerate(pieces):
         low, high = max(first, start), min(last, stop)
         if low < high:
-            yield Stretch(number, low - first, high - low, low - start)
+            yield Stretch(number, slice(low - first, high - first), slice(low - start, high - start))
 
 
-def _all(by_rank: Sequence[Sequence[Stretch]]) -> list[Stretch]:
-    return [stretch for stretches in by_rank for stretch in stretches]
+def _lengths(stretches: Sequence[Stretch]) -> list[int]:
+    return [stretch.place.stop - stretch.place.start for stretch in stretches]
 
 
 def _small(value: Any) -> Any:
     """Return ``value`` of a parameter's state, and of a tensor for each element one element."""
     return value.detach().reshape(-1)[:1].cpu() if isinstance(value, torch.Tensor) and value.dim() else value
-
-
-def held_state(parts: Sequence[PartVector], _: Sequence[Any]) -> dict[str, HostCopy | float]:
-    """Return :func:`.copying.held_state` of parts. A collective call of the island."""
-    found = dict[str, HostCopy | float]()
-    for number, part in enumerate(parts):
-        found |= part.held_state(str(number))
-    return found
-
-
-def put_state(parts: Sequence[PartVector], _: Sequence[Any], values: Mapping[str, torch.Tensor | float]) -> None:
-    """Put ``values``, a :func:`held_state`, in the place of the present state. A collective call of the island."""
-    for number, part in enumerate(parts):
-        part.put_state(str(number), values)

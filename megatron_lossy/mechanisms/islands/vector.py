@@ -7,7 +7,7 @@ bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -17,10 +17,15 @@ import torch
 
 from ...base.errors import refuse
 from ...base.exchange import Exchange, Stream
+from ...base.fetch import PendingArray
 from ...channel.draws import choosing_numbers
 from ...config import LossyConfig
 from ...hooks.buckets import main_pieces
 from ...recovery.rows import to_device
+from ...transport.peers import bytes_of
+
+#: The name of step counts, which some optimizers keep in their groups, and others with the moments.
+STEP = "step"
 
 
 class Part(NamedTuple):
@@ -189,10 +194,7 @@ class Subset:
 
 @dataclass(frozen=True)
 class Segment:
-    """Elements from ``start`` on: ``main`` float32[n], and its ``rounded`` copy [n] in the model.
-
-    ``rounded`` is ``None`` if the model computes with ``main`` itself.
-    """
+    """``main`` float32[n], elements from ``start`` on, and its ``rounded`` copy in the model; ``None``: that has ``main``."""
 
     start: int
     main: torch.Tensor
@@ -202,6 +204,26 @@ class Segment:
     def stop(self) -> int:
         """The element after the last one."""
         return self.start + self.main.numel()
+
+
+class HostCopy:
+    """``value`` as it is now, on its way to the host. On CUDA it takes no memory of the device."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        value = value.detach().contiguous()
+        self.like = {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
+        # Where a copy waits for the queued work, it must not see later work.
+        value = value if value.device.type == "cuda" else value.clone()
+        self._fetched = PendingArray(bytes_of(value))
+
+    def bytes(self) -> torch.Tensor:
+        """Return uint8[n], once it is here."""
+        return torch.from_numpy(self._fetched.wait())
+
+
+def held(value: Any) -> HostCopy | float:
+    """Return ``value`` of an optimizer's state as it is now."""
+    return HostCopy(value) if isinstance(value, torch.Tensor) else value
 
 
 class Vector:
@@ -231,6 +253,30 @@ class Vector:
             if segment.rounded is not None:
                 part.write(segment.rounded, values)
 
+    def held_state(self, optimizer: Any) -> dict[str, HostCopy | float]:
+        """Return the weights, and what torch's ``optimizer`` keeps of them, by name, as they are now."""
+        found, state = {"weights": held(self.read(None))}, optimizer.state_dict()
+        for index, kept in state["state"].items():
+            found |= {f"state/{index}/{name}": held(value) for name, value in kept.items() if value is not None}
+        groups = enumerate(state["param_groups"])
+        return found | {f"groups/{index}/{STEP}": held(group[STEP]) for index, group in groups if STEP in group}
+
+    def put_state(self, optimizer: Any, values: Mapping[str, torch.Tensor | float]) -> None:
+        """Put ``values``, a :meth:`held_state`, in the place of weights and state."""
+        weights, own = values["weights"], optimizer.state_dict()
+        assert isinstance(weights, torch.Tensor)
+        with torch.no_grad():
+            self.write(None, weights)
+        state: dict[int, dict[str, Any]] = {}
+        for name, value in values.items():
+            kind, *path = name.split("/")
+            if kind == "state":
+                state.setdefault(int(path[0]), {})[path[1]] = value
+            elif kind == "groups":
+                own["param_groups"][int(path[0])][path[1]] = value
+        # The loaded tensors are kept: they must not be those of others.
+        optimizer.load_state_dict({**own, "state": state})
+
     def _parts(self, places: Places | None) -> list[tuple[Segment, Part]]:
         if places is None:
             return [(segment, Part(slice(segment.start, segment.stop), 0, 1, None)) for segment in self._segments]
@@ -241,11 +287,7 @@ class Vector:
 
 
 def shard_vector(
-    optimizers: Sequence[Any],
-    buckets: Sequence[Any],
-    weights: Sequence[torch.Tensor],
-    shard: int,
-    shards: int,
+    optimizers: Sequence[Any], buckets: Sequence[Any], weights: Sequence[torch.Tensor], shard: int, shards: int
 ) -> Vector:
     """Return shard number ``shard`` of ``shards`` of every bucket, one after another, as ``optimizers`` have it.
 

@@ -18,7 +18,6 @@ import torch
 
 from ...base.device.attempt import attempt_store
 from ...base.errors import refuse
-from ...transport.peers import bytes_of
 
 _store: Any = None  # the store of all launched ranks in this attempt; its server must not be started twice
 _opened = 0
@@ -41,7 +40,8 @@ class IslandWorld:
         self.size = self.launched_ranks // islands
         self.island, self.rank = divmod(self.launched_rank, self.size)
         self.job = self.island, islands
-        self._timeout = timedelta(minutes=10)
+        #: Seconds that a rank waits for another one.
+        self.patience = 600.0
         self._prefix = ""
 
     def tell_environment(self) -> None:
@@ -52,13 +52,9 @@ class IslandWorld:
         """Compare nothing: all islands have one command line."""
 
     def open(self, init_process_group: Callable[..., Any], timeout: timedelta) -> None:
-        """Make the island the default world. A collective call of all ranks of all islands.
-
-        ``init_process_group``: makes the default group from ``store``, ``rank``, ``world_size`` and ``timeout``.
-        ``timeout``: the time that a rank waits for another one, in its island or not.
-        """
+        """See :meth:`.base.jobs.World.open`."""
         global _store, _opened
-        self._timeout = timeout
+        self.patience = timeout.total_seconds()
         if _store is None:
             _store = attempt_store(self.launched_rank, self.launched_ranks, timeout)
         _opened += 1
@@ -66,20 +62,10 @@ class IslandWorld:
         own = torch.distributed.PrefixStore(f"{self._prefix}/{self.island}", _store)
         init_process_group(store=own, rank=self.rank, world_size=self.size, timeout=timeout)
 
-    @property
-    def patience(self) -> float:
-        """Return the seconds that a rank waits for another one."""
-        return self._timeout.total_seconds()
-
     def store(self, name: str, rank: int | None = None) -> Any:
         """Return a store of the ranks with this one's place in every island, or with the place ``rank``. ``name``: its purpose, unique."""
-        return torch.distributed.PrefixStore(
-            f"{self._prefix}/meet/{self.rank if rank is None else rank}/{name}", _store
-        )
-
-    def meet(self, name: str) -> Meeting:
-        """Return a group of the ranks with this place in each island. A collective call of these. ``name``: unique."""
-        return Meeting(self.store(name), self.island, self.islands, self._timeout)
+        place = self.rank if rank is None else rank
+        return torch.distributed.PrefixStore(f"{self._prefix}/meet/{place}/{name}", _store)
 
 
 class ElasticWorld:
@@ -111,34 +97,6 @@ class ElasticWorld:
             init_process_group(timeout=timeout)
         else:
             init_process_group(store=torch.distributed.HashStore(), rank=0, world_size=1, timeout=timeout)
-
-
-class Meeting:
-    """One rank of each island, over gloo. Exchanged tensors are in host memory and contiguous, of any dtype."""
-
-    def __init__(self, store: Any, island: int, islands: int, timeout: timedelta) -> None:
-        self.island, self.islands = island, islands
-        self._group = torch.distributed.ProcessGroupGloo(store, island, islands, timeout)
-
-    def all_to_all(self, pieces: torch.Tensor) -> torch.Tensor:
-        """Return the pieces [M, n] for this island. ``pieces``: [M, n], one for each island."""
-        received = torch.empty_like(pieces)
-        self._group.alltoall_base(bytes_of(received), bytes_of(pieces), [], []).wait()
-        return received
-
-    def all_gather(self, own: torch.Tensor) -> torch.Tensor:
-        """Return [M, ...]: ``own`` of every island."""
-        received = torch.empty(self.islands, *own.shape, dtype=own.dtype)
-        self._group._allgather_base(bytes_of(received), bytes_of(own)).wait()
-        return received
-
-    def total(self, own: torch.Tensor) -> torch.Tensor:
-        """Return the sum of ``own`` over all islands, on its device, added up in their order. All call it."""
-        first, *others = self.all_gather(own.detach().cpu().contiguous())
-        result = first.clone()
-        for other in others:
-            result += other
-        return result.to(own.device)
 
 
 class Stopping:

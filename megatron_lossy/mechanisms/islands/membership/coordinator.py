@@ -16,7 +16,6 @@ import sqlite3
 import ssl
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +44,7 @@ Route = Callable[[str, str, bytes], "tuple[int, str, bytes]"]
 
 
 def open_journal(path: Path) -> sqlite3.Connection:
-    """Return the file of SQLite that keeps the values of a coordinator. One process at a time has it.
-
-    Raise :class:`UsageError` if it cannot be used.
-    """
+    """Return the file of SQLite that keeps a coordinator's values, for one process at a time. Raise :class:`UsageError`."""
     try:
         journal = sqlite3.connect(path, timeout=0, isolation_level=None)
         journal.executescript(_OPEN)
@@ -230,31 +226,26 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--bind", default=f"[::]:{PORT}", metavar="ADDR:PORT", help="default %(default)s")
     parser.add_argument("--key-file", required=True, metavar="FILE", help="the secret that all islands have, too")
-    parser.add_argument(
-        "--journal", default="coordinator.journal", metavar="FILE", help="its memory; default %(default)s"
-    )
-    parser.add_argument(
-        "--page",
-        default=f"127.0.0.1:{PORT + 1}",
-        metavar="ADDR:PORT",
-        help="a page and /metrics, which anybody can read there; none: neither; default %(default)s",
-    )
+    journal = "its memory; default %(default)s"
+    parser.add_argument("--journal", default="coordinator.journal", metavar="FILE", help=journal)
+    page = "a page and /metrics, which anybody can read there; none: neither; default %(default)s"
+    parser.add_argument("--page", default=f"127.0.0.1:{PORT + 1}", metavar="ADDR:PORT", help=page)
     options = parser.parse_args(arguments)
     key = read_key(options.key_file, "--key-file")
-    page = None if options.page == "none" else split_address(options.page, "--page")
+    door = None if options.page == "none" else split_address(options.page, "--page")
     bind = split_address(options.bind, "--bind")
-    asyncio.run(serve(bind, key, Path(options.journal), page, lambda line: print(line, flush=True)))
+    asyncio.run(serve(bind, key, Path(options.journal), door, lambda line: print(line, flush=True)))
 
 
 _COLUMNS = ("run", "slot", "host", "role", "iteration", "lag", "loss", "lost", "silent", "last event")
-#: A metric of each island: its name, its help, and its value.
-_METRICS: tuple[tuple[str, str, Callable[[_Island, float], float]], ...] = (
-    ("iteration", "iterations that it has made", lambda island, now: island.beat.iteration),
-    ("lag", "iterations behind the run", lambda island, now: island.beat.lag),
-    ("loss", "training loss", lambda island, now: island.beat.loss),
-    ("lost_ratio", "share of the messages of members that did not arrive", lambda island, now: island.beat.lost),
-    ("sends", "1 if the others average its weights", lambda island, now: island.beat.role == "sends"),
-    ("silent_seconds", "seconds since its last beat", lambda island, now: max(0.0, now - island.at)),
+#: A metric of each island: its name, its help, and its value, by the last beat and the seconds since then.
+_METRICS: tuple[tuple[str, str, Callable[[Beat, float], float]], ...] = (
+    ("iteration", "iterations that it has made", lambda beat, silent: beat.iteration),
+    ("lag", "iterations behind the run", lambda beat, silent: beat.lag),
+    ("loss", "training loss", lambda beat, silent: beat.loss),
+    ("lost_ratio", "share of the messages of members that did not arrive", lambda beat, silent: beat.lost),
+    ("sends", "1 if the others average its weights", lambda beat, silent: beat.role == "sends"),
+    ("silent_seconds", "seconds since its last beat", lambda beat, silent: silent),
 )
 _COUNTERS = {
     "accepted": "connections of anybody",
@@ -264,18 +255,12 @@ _COUNTERS = {
 }
 
 
-@dataclass
-class _Island:
-    beat: Beat
-    at: float
-
-
 class Watcher:
     """Notes what is written, and answers for the page. ``clock``: seconds. ``counters``: numbers of the server, by name."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._islands: dict[tuple[str, int], _Island] = {}
+        self._beats: dict[tuple[str, int], tuple[Beat, float]] = {}
         self._hosts: dict[tuple[str, int], str] = {}
         self._entries: dict[str, Entry] = {}
         self.counters: Callable[[], Mapping[str, int]] = dict
@@ -286,7 +271,7 @@ class Watcher:
         kind, _, slot = rest.partition("/")
         text = value.decode(errors="replace")
         if kind == "beat" and slot.isdecimal() and (beat := read(Beat, text)):
-            self._islands[run, int(slot)] = _Island(beat, self._clock())
+            self._beats[run, int(slot)] = beat, self._clock()
         elif kind == "slot" and slot.isdecimal() and (holder := read(Slot, text)):
             self._hosts[run, int(slot)] = holder.host
         elif kind == "epoch" and (entry := read(Entry, text)):
@@ -300,13 +285,17 @@ class Watcher:
             return 200, "text/html; charset=utf-8", self._page().encode()
         return 200, "text/plain; version=0.0.4; charset=utf-8", self._metrics().encode()
 
+    def _islands(self) -> list[tuple[str, int, str, Beat, float]]:
+        """Return run, slot, host and last beat of each island, and the seconds since then."""
+        now, host_of = self._clock(), self._hosts.get
+        found = sorted(self._beats.items())
+        return [(*key, host_of(key, ""), beat, max(0.0, now - at)) for key, (beat, at) in found]
+
     def _page(self) -> str:
-        now = self._clock()
         rows = []
-        for (run, slot), island in sorted(self._islands.items()):
-            beat, silent = island.beat, f"{max(0.0, now - island.at):.0f} s"
-            cells = (run, slot, self._hosts.get((run, slot), ""), beat.role, beat.iteration, beat.lag)
-            rows.append((*cells, f"{beat.loss:.4g}", f"{beat.lost:.1%}", silent, beat.event))
+        for run, slot, host, beat, silent in self._islands():
+            cells = (run, slot, host, beat.role, beat.iteration, beat.lag, f"{beat.loss:.4g}", f"{beat.lost:.1%}")
+            rows.append((*cells, f"{silent:.0f} s", beat.event))
         epochs = [
             f"<p>{html.escape(run)}: epoch {entry.number} from exchange {entry.first}, "
             f"members {', '.join(entry.members)}, of which {', '.join(entry.senders)} send</p>"
@@ -320,16 +309,16 @@ class Watcher:
         )
 
     def _metrics(self) -> str:
-        now, lines = self._clock(), list[str]()
+        lines, islands = list[str](), self._islands()
         for name, what, value in _METRICS:
             _declare(lines, f"island_{name}", "gauge", what)
-            for (run, slot), island in sorted(self._islands.items()):
-                labels = f'run="{_label(run)}",slot="{slot}",host="{_label(self._hosts.get((run, slot), ""))}"'
-                lines.append(f"megatron_lossy_island_{name}{{{labels}}} {float(value(island, now))!r}")
-        for name, what, field in (("epoch", "number of the last epoch", None), ("members", "its members", "members")):
+            for run, slot, host, beat, silent in islands:
+                labels = f'run="{_label(run)}",slot="{slot}",host="{_label(host)}"'
+                lines.append(f"megatron_lossy_island_{name}{{{labels}}} {float(value(beat, silent))!r}")
+        for name, what in (("epoch", "number of the last epoch"), ("members", "its members")):
             _declare(lines, name, "gauge", what)
             for run, entry in sorted(self._entries.items()):
-                number = len(entry.members) if field else entry.number
+                number = entry.number if name == "epoch" else len(entry.members)
                 lines.append(f'megatron_lossy_{name}{{run="{_label(run)}"}} {number}')
         for name, number in self.counters().items():
             kind = "counter" if name in _COUNTERS else "gauge"

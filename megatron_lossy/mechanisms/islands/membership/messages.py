@@ -52,6 +52,8 @@ class Slots(int):
 
 
 NOBODY = Slots(0)
+#: By the type of a field, what makes it of a value in JSON.
+_CONVERTED = {"Members": tuple, "Slots": Slots}
 
 
 @dataclass(frozen=True)
@@ -151,14 +153,11 @@ def read(cls: type[_T], text: str | None) -> _T | None:
             value = found[field.name]
             if not _CHECKS[str(field.type)](value):
                 return None
-            values[field.name] = {"Members": tuple, "Slots": Slots}.get(str(field.type), _same)(value)
+            convert = _CONVERTED.get(str(field.type))
+            values[field.name] = value if convert is None else convert(value)
         return cls(**values)
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
-
-
-def _same(value: Any) -> Any:
-    return value
 
 
 class Picture:

@@ -29,10 +29,13 @@ import yaml
 from ....base.errors import cannot, check_package, first_line, refuse
 
 PORT = 29510
+_FLAG = "--rendezvous"
 #: Seconds after which a call has ended, connecting included.
 TIMEOUT = 2.0
 _URL = re.compile(r"(?P<kind>tcp|etcd)://(?P<hosts>[^/?]+)/(?P<run>[A-Za-z0-9._-]{1,64})(\?access=(?P<access>.+))?")
 _HOST = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[^\[\]:,/\s]+)(:(?P<port>\d{1,5}))?")
+#: Errors of a call without a usable answer.
+_FAILURES = (OSError, http.client.HTTPException, ValueError, AttributeError, concurrent.futures.TimeoutError)
 _T = TypeVar("_T")
 
 
@@ -79,10 +82,12 @@ class Store:
 
         ``new`` must differ from the writes of all others, so that a write without an answer can be distinguished from another's.
         """
-        there = {"target": "CREATE", "create_revision": "0"}
-        compare = {"key": self._key(key), "result": "EQUAL"} | (
-            there if old is None else {"target": "VALUE", "value": _code(old)}
+        there = (
+            {"target": "VALUE", "value": _code(old)}
+            if old is not None
+            else {"target": "CREATE", "create_revision": "0"}
         )
+        compare = {"key": self._key(key), "result": "EQUAL", **there}
         body = {"compare": [compare], "success": [{"request_put": {"key": self._key(key), "value": _code(new)}}]}
         unanswered = False
 
@@ -130,13 +135,7 @@ class Store:
             if status != 200:
                 raise OSError(f"status {status}, {found.get('error', 'without a reason')}")
             return found
-        except (
-            OSError,
-            http.client.HTTPException,
-            ValueError,
-            AttributeError,
-            concurrent.futures.TimeoutError,
-        ) as error:
+        except _FAILURES as error:
             self.close()
             self._hosts.append(self._hosts.pop(0))
             why = first_line(error)
@@ -148,9 +147,7 @@ class Store:
 
     def _ask(self, path: str, body: Mapping[str, Any], end: float) -> tuple[int, dict[str, Any]]:
         """Return status and answer; on the thread."""
-        connection = self._connection
-        if connection is None:
-            connection = self._connection = self._connect(end)
+        connection = self._connection = self._connection or self._connect(end)
         headers = {}
         if self._user is not None and path != "auth/authenticate":
             if self._token is None:
@@ -213,28 +210,28 @@ def split_address(text: str, flag: str, default: int = PORT) -> tuple[str, int]:
     return found["host"].strip("[]"), port
 
 
-def check_url(url: str, flag: str = "--rendezvous") -> tuple[list[tuple[str, int]], str, str | None, bool]:
+def check_url(url: str) -> tuple[list[tuple[str, int]], str, str | None, bool]:
     """Return the hosts of ``url``, the run, the file with the access, and whether they are a coordinator. Raise :class:`UsageError`."""
     found = _URL.fullmatch(url)
     if not found or (found["kind"] == "tcp" and (found["access"] or "," in found["hosts"])):
-        raise refuse(flag, url, "must be tcp://HOST:PORT/RUN, or etcd://HOST:PORT,HOST:PORT/RUN")
+        raise refuse(_FLAG, url, "must be tcp://HOST:PORT/RUN, or etcd://HOST:PORT,HOST:PORT/RUN")
     ours = found["kind"] == "tcp"
-    hosts = [split_address(host, flag, PORT if ours else 2379) for host in found["hosts"].split(",")]
+    hosts = [split_address(host, _FLAG, PORT if ours else 2379) for host in found["hosts"].split(",")]
     return hosts, found["run"], found["access"], ours
 
 
-def open_store(url: str, key: bytes | None, flag: str = "--rendezvous") -> Store:
+def open_store(url: str, key: bytes | None) -> Store:
     """Return the store of ``url``: ``tcp://HOST:PORT/RUN`` or ``etcd://HOST:PORT,…/RUN``. Nothing is connected yet.
 
     ``key``: of the key file, for ``tcp``. ``?access=FILE`` after the name of an etcd: a YAML file with any of user and password, and
     ca, cert and key, which are paths. Raise :class:`UsageError`.
     """
-    hosts, run, file, ours = check_url(url, flag)
+    hosts, run, file, ours = check_url(url)
     if ours:
         if key is None:
-            raise refuse(flag, url, "needs the key file that the coordinator has")
+            raise refuse(_FLAG, url, "needs the key file that the coordinator has")
         return Store(hosts, run, tls_of(key), NAME)
-    access = _access(file, flag) if file else {}
+    access = _access(file) if file else {}
     tls = None
     if "ca" in access:
         try:
@@ -242,23 +239,22 @@ def open_store(url: str, key: bytes | None, flag: str = "--rendezvous") -> Store
             if "cert" in access:
                 tls.load_cert_chain(access["cert"], access.get("key"))
         except OSError as error:  # SSLError is one
-            raise refuse(flag, url, f"ca, cert and key of {file}: {first_line(error)}") from None
+            raise refuse(_FLAG, url, f"ca, cert and key of {file}: {first_line(error)}") from None
     user = (access["user"], access.get("password", "")) if "user" in access else None
     return Store(hosts, run, tls, user=user)
 
 
-def _access(path: str, flag: str) -> dict[str, str]:
+def _access(path: str) -> dict[str, str]:
     try:
         found = yaml.safe_load(Path(path).read_text())
     except OSError as error:
-        raise cannot(flag, path, "read", error) from None
+        raise cannot(_FLAG, path, "read", error) from None
     except (yaml.YAMLError, UnicodeDecodeError):
         found = None
     fields = "user", "password", "ca", "cert", "key"
-    if not isinstance(found, dict) or not all(
-        name in fields and isinstance(value, str) for name, value in found.items()
-    ):
-        raise refuse(flag, path, f"must be YAML with any of {', '.join(fields)}, each with text")
+    fits = isinstance(found, dict) and all(name in fields and isinstance(text, str) for name, text in found.items())
+    if not fits:
+        raise refuse(_FLAG, path, f"must be YAML with any of {', '.join(fields)}, each with text")
     return found
 
 
