@@ -6,11 +6,14 @@ import subprocess
 import sys
 from importlib.metadata import EntryPoint
 
+import numpy as np
 import pytest
 
 from megatron_lossy.base.errors import UsageError
+from megatron_lossy.base.exchange import Exchange, Stream
 from megatron_lossy.base.registry import CHANNELS, GRAD_RECOVERIES, Registry
 from megatron_lossy.config import LossyConfig
+from megatron_lossy.config.core import PhaseLoss, Schedule
 from scripts.update_docs import flag_table
 from tests.trainer import ROOT, TINY, as_flags, read_records, write_data
 
@@ -26,6 +29,9 @@ pytestmark = pytest.mark.shows("a channel and a rule of another package, from th
 ALARM, ALARMS = re.findall(
     r"```python\n(# my_alarm\w*.py\n.*?)```", (ROOT / "docs/extending.md").read_text(), re.DOTALL
 )
+
+#: Its example of a loss model.
+[WAVES] = re.findall(r"```python\n(# my_loss.py\n.*?)```", (ROOT / "docs/extending.md").read_text(), re.DOTALL)
 
 CHANNEL = '''
 """Loses everything between ranks in every other step."""
@@ -45,6 +51,7 @@ class EveryOther(Channel):
 ENTRY_POINTS = """
 [megatron_lossy.channel]
 every-other = every_other:EveryOther
+waves = my_loss:Waves
 
 [megatron_lossy.recovery]
 half = my_rule:Half
@@ -62,6 +69,7 @@ def installed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
     (folder / "my_rule.py").write_text(RULE)
     (folder / "every_other.py").write_text(CHANNEL)
+    (folder / "my_loss.py").write_text(WAVES)
     (folder / "my_alarm.py").write_text(ALARM)
     (folder / "my_alarm_observer.py").write_text(ALARMS)
     distribution(folder, "mine", ENTRY_POINTS)
@@ -96,7 +104,7 @@ def test_a_mechanism_has_flags_refusals_and_observers(installed, tmp_path):
     assert done.returncode == 0, done.stderr
     assert [record["alarms"] for record in read_records(tmp_path / "run", "train")] == [0, 4, 0, 4]
     done = run(installed, "-m", "megatron_lossy.train", *as_flags(settings_in(tmp_path / "few", 2)), *flags)
-    assert done.returncode == 2 and done.stderr.endswith("--alarm-above 0.4: a share of 2 ranks says little\n")
+    assert done.returncode == 2 and done.stderr.endswith("--alarm-above 0.4: needs 3 ranks or more\n")
     table = run(installed, "-m", "megatron_lossy", "refusals", "alarm")
     assert table.returncode == 0 and "fewer than 3 ranks" in table.stdout
     help = run(installed, "-m", "megatron_lossy.train", "--help-loss", "alarm")
@@ -104,6 +112,18 @@ def test_a_mechanism_has_flags_refusals_and_observers(installed, tmp_path):
     tiny = ROOT / "configs/tiny/llama_1m.yaml"
     wrong = run(installed, "-m", "megatron_lossy.train", "--config", tiny, "--alarm-above", "2")
     assert wrong.returncode == 2 and "--alarm-above 2.0: must be in [0, 1)" in wrong.stderr
+
+
+def test_the_pages_loss_model_draws_at_its_rates(installed, monkeypatch):
+    monkeypatch.syspath_prepend(str(installed))
+    from my_loss import Waves
+
+    network = Waves(PhaseLoss("waves", Schedule((0,), (0.3,))), 7)
+    lost = [
+        1 - network.delivered_links(Exchange("grad", Stream(), step), np.array([0]), np.array([1]), 20_000).mean()
+        for step in (0, 15, 47)
+    ]
+    assert lost == pytest.approx([0.3 * (1 + np.sin(step / 10)) for step in (0, 15, 47)], abs=0.02)
 
 
 def test_its_metrics_are_the_same_on_real_ranks(installed, tmp_path):

@@ -92,7 +92,7 @@ class TransportFlags(Flags):
     udp_fec: tuple[str, ...] = flag(
         ("auto",),
         "udp: copies of packets of high priority, behind the message: C for every B of them; or auto, as many as the loss of the "
-        "other packets asks for, up to PERCENT of the bytes of a message, by default 2.5",
+        "other packets needs, up to PERCENT of the bytes of a message, by default 2.5",
         type=str,
         nargs="+",
         metavar="auto [PERCENT] | B C",
