@@ -188,14 +188,9 @@ def _add_distributed_args(original: Callable, parser: Any) -> Any:
 def _command_line_patches() -> list[Patch]:
     from .base.ledger import Patch, Signature
 
-    return [
-        Patch(
-            target="megatron.training.arguments:_add_distributed_args",
-            around=_add_distributed_args,
-            why="a script may put its command line together after it has imported megatron.training",
-            takes=Signature(("parser",), others=()),
-        )
-    ]
+    target = "megatron.training.arguments:_add_distributed_args"
+    why = "a script may put its command line together after it has imported megatron.training"
+    return [Patch(target=target, around=_add_distributed_args, why=why, takes=Signature(("parser",), others=()))]
 
 
 def _pretrain(original: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -207,14 +202,9 @@ def _pretrain(original: Callable, *args: Any, **kwargs: Any) -> Any:
 def _program_patches() -> list[Patch]:
     from .base.ledger import Patch
 
-    return [
-        Patch(
-            target=f"megatron.training{module}:pretrain",
-            around=_pretrain,
-            why="no launcher is around the script to report wrong input and to complete the records",
-        )
-        for module in ("", ".training")  # scripts import it from either
-    ]
+    why = "no launcher is around the script to report wrong input and to complete the records"
+    modules = ("megatron.training", "megatron.training.training")  # scripts import it from either
+    return [Patch(target=f"{module}:pretrain", around=_pretrain, why=why) for module in modules]
 
 
 def _is_ours() -> bool:

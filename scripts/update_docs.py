@@ -29,7 +29,7 @@ import yaml
 
 from benchmarks import study_sizes
 from megatron_lossy.base.files import write_text
-from megatron_lossy.base.flags import as_text, flag_groups, flag_name
+from megatron_lossy.base.flags import as_text, flag_groups, flag_name, options_of
 from megatron_lossy.base.registry import MECHANISMS
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.config.loss_flags import presets, title
@@ -156,7 +156,7 @@ def flag_table(cls: type, heading: str | None = None, mark: str = "") -> str:
     for f in (field for name, own in flag_groups(cls).items() if heading in (None, name) for field in own):
         if f.name in _STRANGE:
             continue
-        options = f.metadata["flag"]
+        options = options_of(f)
         value = ""
         if options.get("choices"):
             ours = getattr(options["choices"], "built_in", options["choices"])  # without other installed packages

@@ -146,6 +146,15 @@ def with_origin(error: UsageError) -> str:
     return text if origin is None or found is None else f"{found[0]} ({origin}){text[found.end() :]}"
 
 
+@contextlib.contextmanager
+def errors_in(place: str) -> Iterator[None]:
+    """Put ``place`` before the text of a :class:`UsageError` from inside the context."""
+    try:
+        yield
+    except UsageError as error:
+        raise UsageError(f"{place}: {error}") from None
+
+
 def check_package(package: str, flag: str, value: object, install: str) -> None:
     """Raise :class:`UsageError` unless ``package`` is there. ``install``: the argument for pip."""
     if importlib.util.find_spec(package) is None:

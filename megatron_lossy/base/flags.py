@@ -29,16 +29,14 @@ def flag(
 ) -> Any:
     """Return a dataclass field that is also a command-line flag ``--name-with-dashes``.
 
-    ``argparse_options`` go to ``ArgumentParser.add_argument``; ``flag="--x"`` overrides the name. A default of
-    ``False`` or ``True`` makes a switch. ``basic``: a short help shows the flag. ``incidental``: the flag changes no
-    weight and no loss of a run, only the files, their places and their times. ``group``: the heading that begins with
-    this flag in help and documentation, and holds until the next.
+    ``argparse_options`` go to ``ArgumentParser.add_argument``; ``flag="--x"`` overrides the name. The annotation has the
+    type, of which a whole number is called N; a tuple takes several values. A default of ``False`` or ``True`` makes a switch.
+    ``basic``: a short help shows the flag. ``incidental``: the flag changes no weight and no loss of a run, only the files, their places
+    and their times. ``group``: the heading that begins with this flag in help and documentation, and holds until the next.
     """
     options = dict(argparse_options, help=help)
     if isinstance(default, bool):
         options["action"] = "store_true"
-    elif "type" not in options and default is not None:
-        options["type"] = type(default)
     if isinstance(default, list):
         raise TypeError("use a tuple for a default of several values")
     return field(default=default, metadata={"flag": options, "basic": basic, "incidental": incidental, "group": group})
@@ -146,6 +144,19 @@ def _flag_fields(cls: Any) -> list[dataclasses.Field[Any]]:
     return sorted(fields, key=lambda f: f.name in inherited)
 
 
+def options_of(f: dataclasses.Field[Any]) -> dict[str, Any]:
+    """Return the options of the flag ``f`` for ``ArgumentParser.add_argument``."""
+    options = dict(f.metadata["flag"])
+    if options.get("action") != "store_true":
+        kind = re.search(r"\b(int|float)\b", str(f.type))
+        options.setdefault("type", {"int": int, "float": float}[kind[0]] if kind else str)
+        if "tuple[" in str(f.type):
+            options.setdefault("nargs", "+")
+        if options["type"] is int and "choices" not in options:
+            options.setdefault("metavar", "N")
+    return options
+
+
 def flag_groups(cls: Any) -> dict[str, list[dataclasses.Field[Any]]]:
     """Return the flags of ``cls`` by their headings; flags before the first heading are under an empty one."""
     groups: dict[str, list[dataclasses.Field[Any]]] = {}
@@ -202,7 +213,7 @@ def add_flags(
         if group is None or not short:
             group = parser.add_argument_group(f"{title}: {heading}" if heading and not short else title, description)
         for f in chosen:
-            options = dict(f.metadata["flag"])
+            options = options_of(f)
             name = options.pop("flag", flag_name(cls, f.name))
             if short:
                 options["help"] = first_clause(options["help"]) if f.metadata["basic"] else argparse.SUPPRESS

@@ -18,9 +18,8 @@ def launched_ranks() -> int:
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
     if tasks != "1" and "WORLD_SIZE" not in os.environ:
         why = "srun started them, but RANK and WORLD_SIZE are not set, so that each would train alone; start them by "
-        raise refuse(
-            "SLURM_STEP_NUM_TASKS", tasks, why + "python -m megatron_lossy.launch, or one torchrun on each node"
-        )
+        allowed = why + "python -m megatron_lossy.launch, or one torchrun on each node"
+        raise refuse("SLURM_STEP_NUM_TASKS", tasks, allowed)
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 

@@ -77,23 +77,12 @@ class Library:
             aside.replace(path)
 
 
+_ENGINE = _PACKAGE / "transport" / "udp" / "c" / "engine.c"
+_BLOCKS = _PACKAGE / "base" / "coding" / "c" / "blocks.c"
 #: The engine of datagrams.
-ENGINE = Library(
-    "engine",
-    _PACKAGE / "transport" / "udp" / "c" / "engine.c",
-    "--transport udp",
-    "its engine",
-    ("-pthread",),
-    ("-ldl", "-lm"),
-)
+ENGINE = Library("engine", _ENGINE, "--transport udp", "its engine", ("-pthread",), ("-ldl", "-lm"))
 #: Codes in blocks, for tensors of a CPU.
-BLOCKS = Library(
-    "blocks",
-    _PACKAGE / "base" / "coding" / "c" / "blocks.c",
-    "--grad-wire, --param-wire",
-    "the codes of a CPU",
-    ("-O3",),
-)
+BLOCKS = Library("blocks", _BLOCKS, "--grad-wire, --param-wire", "the codes of a CPU", ("-O3",))
 
 
 def compiler() -> str | None:

@@ -108,13 +108,8 @@ def _philox(key: tuple[int, int], counter: tuple[int, int, int, int]) -> np.rand
 
 def _exchange_word(exchange: Exchange) -> int:
     stream = exchange.stream.drawn
-    return (
-        NUMBERS[exchange.phase] << 56
-        | KINDS.index(stream.kind) << 48
-        | stream.expert_rank << 32
-        | stream.stage << 16
-        | stream.chunk
-    )
+    kinds = NUMBERS[exchange.phase] << 56 | KINDS.index(stream.kind) << 48
+    return kinds | stream.expert_rank << 32 | stream.stage << 16 | stream.chunk
 
 
 class Uniforms:

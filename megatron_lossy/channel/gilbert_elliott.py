@@ -44,11 +44,8 @@ class GilbertElliott(DrawnChannel):
             return dataclasses.replace(loss, transitions=numbers, lossless=False)
         (burst,), worst = numbers, max(loss.schedule.rates)
         if worst / (1 - worst) > burst:
-            raise refuse(
-                config.rate_flag(phase) if config.loss_schedule is None else "--loss-schedule",
-                worst,
-                f"must be at most B/(1+B) = {burst / (1 + burst):.4g} with bursts of B = {burst:g} units",
-            )
+            why = f"must be at most B/(1+B) = {burst / (1 + burst):.4g} with bursts of B = {burst:g} units"
+            raise refuse(config.rate_flag(phase) if config.loss_schedule is None else "--loss-schedule", worst, why)
         return dataclasses.replace(loss, burst=burst)
 
     @classmethod

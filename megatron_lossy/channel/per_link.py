@@ -65,11 +65,8 @@ class PerLink(DrawnChannel):
 
     def check(self, phase: str, stream: Stream, size: int, units: int | None, steps: int | None) -> None:
         if len(self.rates) != size:
-            raise refuse(
-                "--loss-model",
-                f"{self.name}:{self.loss.matrix}",
-                f"is {len(self.rates)} x {len(self.rates)}, but the {stream.kind} group has {size} ranks",
-            )
+            why = f"is {len(self.rates)} x {len(self.rates)}, but the {stream.kind} group has {size} ranks"
+            raise refuse("--loss-model", f"{self.name}:{self.loss.matrix}", why)
 
     def draw_links(self, exchange: Exchange, sources: np.ndarray, destinations: np.ndarray, units: int) -> np.ndarray:
         return ~self.uniforms(0, exchange, sources, destinations, units).below(self.rates[sources, destinations])

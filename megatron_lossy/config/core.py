@@ -118,8 +118,6 @@ class CoreFlags(Flags):
         "to good), loss when good, loss when bad, in the place of a rate; per-link:FILE: a rate per link, from an N x N matrix, "
         "row = source, column = destination (.npy, or text with blanks or commas); one value for both phases, or two: gradients, "
         "parameters; with exchanges of other kinds also one for each: those between islands come next, to owners and back",
-        type=str,
-        nargs="+",
         metavar="MODEL",
         basic=True,
     )
@@ -133,7 +131,6 @@ class CoreFlags(Flags):
         None,
         "loss rate over iterations, for example 0:0,1000:0.1,3000:0.2 (bernoulli and gilbert-elliott; replaces "
         "--p-grad and --p-param); one value for both phases, or two",
-        nargs="+",
         metavar="ITERATION:RATE,…",
     )
     loss_correlation: str = flag(
@@ -150,7 +147,6 @@ class CoreFlags(Flags):
     sites: int | None = flag(
         None,
         "the launched ranks, in order, are M equal blocks; losses are between blocks only (docs/sites.md)",
-        type=int,
         metavar="M",
     )
     loss_unit: str = flag(
@@ -186,14 +182,12 @@ class CoreFlags(Flags):
     drift_interval: int = flag(
         0,
         "iterations between measurements of how far replicas are apart (docs/monitors.md); 0 never measures",
-        metavar="N",
         incidental=True,
     )
     metrics_port: int | None = flag(
         None,
         "serve the values of each record to Prometheus at this port of the host whose rank writes them; of several islands each at "
         "the next port (docs/metrics.md)",
-        type=int,
         metavar="PORT",
         incidental=True,
     )
@@ -240,9 +234,8 @@ class CoreFlags(Flags):
             return None
         kind, colon, number = self.lossy_links.partition(":")
         if kind != "inter-node" or (colon and not (number.isdecimal() and int(number))):
-            raise refuse(
-                "--lossy-links", self.lossy_links, "must be all, inter-node or inter-node:N, with N at least 1"
-            )
+            why = "must be all, inter-node or inter-node:N, with N at least 1"
+            raise refuse("--lossy-links", self.lossy_links, why)
         return int(number) if colon else 0
 
     def members(self, ranks: int) -> int:

@@ -49,11 +49,7 @@ class ErrorFlags(Flags):
         choices=("broadcast", "reduce"),
     )
     grad_error_ranks: tuple[int, ...] | None = flag(
-        None,
-        "ranks of the data-parallel group that errors can hit; default all",
-        type=int,
-        nargs="+",
-        metavar="RANK",
+        None, "ranks of the data-parallel group that errors can hit; default all", metavar="RANK"
     )
 
     @property
@@ -86,11 +82,8 @@ class ErrorFlags(Flags):
         except ValueError:
             count, bits = 0, []
         if count < 1 or len(bits) not in (0, 2):
-            raise refuse(
-                "--grad-error",
-                self.grad_error,
-                "must be bit-flip, bit-flip:K or bit-flip:K,LOW,HIGH, with K at least 1",
-            )
+            why = "must be bit-flip, bit-flip:K or bit-flip:K,LOW,HIGH, with K at least 1"
+            raise refuse("--grad-error", self.grad_error, why)
         return count, (bits[0], bits[1]) if bits else None
 
     @property

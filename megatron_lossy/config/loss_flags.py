@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..base.errors import ArgumentParser, UsageError, refuse
+from ..base.errors import ArgumentParser, errors_in, refuse
 from ..base.flags import add_flags, did_you_mean, flag_groups, flag_help
 from . import LossyConfig
 from .settings import arguments_of, from_origin, read_yaml
@@ -121,10 +121,8 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _read(preset: str) -> list[str]:
     settings = read_yaml(PRESET, find_preset(preset))
-    try:
+    with errors_in(f"{PRESET} {preset}"):
         # A switch that is off is left out: no loss flag is on by default.
         arguments = arguments_of({key: value for key, value in settings.items() if value is not False}, [LossyConfig])
         add_flags(ArgumentParser(add_help=False, allow_abbrev=False), LossyConfig, "loss").parse_args(arguments)
-    except UsageError as error:
-        raise UsageError(f"{PRESET} {preset}: {error}") from None
     return arguments

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from ..base.errors import UsageError, cannot, note_origins, refuse
-from ..base.flags import did_you_mean, flag_name
+from ..base.flags import did_you_mean, flag_name, options_of
 
 
 class Option(str):
@@ -58,15 +58,11 @@ def arguments_of(settings: Mapping[str, Any], classes: Sequence[type]) -> list[s
 
     Raise :class:`UsageError`.
     """
-    flags = {
-        field.name: (
-            flag_name(cls, field.name),
-            isinstance(field.default, bool),
-            "nargs" in field.metadata.get("flag", {}),
-        )
-        for cls in classes
-        for field in dataclasses.fields(cls)
-    }
+    flags: dict[str, tuple[str, bool, bool]] = {}
+    for cls in classes:
+        for field in dataclasses.fields(cls):
+            several = "nargs" in options_of(field)
+            flags[field.name] = flag_name(cls, field.name), isinstance(field.default, bool), several
     arguments: list[str] = []
     for key, value in settings.items():
         name = str(key).replace("-", "_")
@@ -115,15 +111,13 @@ def _one_setting(key: str, flag: str, switch: bool, several: bool, value: Any) -
     if value is None:
         return []
     if switch != isinstance(value, bool):
-        raise UsageError(
-            f"{key} {value}: must be {'true or false' if switch else 'a value, not a switch (quote on and off)'}"
-        )
+        raise refuse(key, value, f"must be {'true or false' if switch else 'a value, not a switch (quote on and off)'}")
     if switch:
         return [flag if value else off(flag)]
     if isinstance(value, list) and not several:
-        raise UsageError(f"{key} {value}: must be one value, not a list")
+        raise refuse(key, value, "must be one value, not a list")
     if isinstance(value, list) and all(isinstance(item, str | int | float) for item in value):
         return [flag, *map(str, value)]
     if isinstance(value, str | int | float):
         return [f"{flag}={value}"]
-    raise UsageError(f"{key} {value}: must be a value or a list of values")
+    raise refuse(key, value, "must be a value or a list of values")

@@ -63,8 +63,6 @@ class TransportFlags(Flags):
         "fixed, not at all (closed networks only); and the most a process sends, with --sites all of a site together, "
         "for example 10gbit or 300mbit; default the speed of the interface, shared by the ranks of this host, else 1gbit; "
         "stream: the kernel's congestion control, for example bbr or cubic; default the host's",
-        type=str,
-        nargs="+",
         metavar="[shared[:K]|dedicated|fixed] [RATE] | NAME",
         incidental=True,
     )
@@ -93,8 +91,6 @@ class TransportFlags(Flags):
         ("auto",),
         "udp: copies of packets of high priority, behind the message: C for every B of them; or auto, as many as the loss of the "
         "other packets needs, up to PERCENT of the bytes of a message, by default 2.5",
-        type=str,
-        nargs="+",
         metavar="auto [PERCENT] | B C",
         incidental=True,
     )
@@ -102,8 +98,6 @@ class TransportFlags(Flags):
         (1,),
         "how often each packet of gradients and parameters is sent, all of a message and then all again, for loss that is no "
         "congestion: 1 to 4; one value for both phases, or two: gradients, parameters; a drawn packet is lost if all its copies are",
-        type=int,
-        nargs="+",
         metavar="C",
     )
     udp_peer_timeout: float = flag(

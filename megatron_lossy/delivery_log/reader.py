@@ -304,11 +304,5 @@ class DeliveryLogFolder:
 
     def size(self, stream: str) -> int:
         """Return ranks of the full group of ``stream``; 0 if there is no such stream. Raise :class:`BadLog`."""
-        return max(
-            (
-                1 + max(*cut.sources, *cut.receivers)
-                for streams in self.streams.values()
-                for cut in streams.get(stream, {}).values()
-            ),
-            default=0,
-        )
+        cuts = (cut for streams in self.streams.values() for cut in streams.get(stream, {}).values())
+        return max((1 + max(*cut.sources, *cut.receivers) for cut in cuts), default=0)

@@ -131,10 +131,9 @@ def digests(destinations: np.ndarray, bitmaps: np.ndarray) -> list[bytes]:
     """
     from hashlib import blake2b
 
-    known = {
-        int(rank): blake2b(bitmaps[destinations == rank].tobytes(), digest_size=DIGEST_BYTES).digest()
-        for rank in np.unique(destinations)
-    }
+    known = {}
+    for rank in np.unique(destinations):
+        known[int(rank)] = blake2b(bitmaps[destinations == rank].tobytes(), digest_size=DIGEST_BYTES).digest()
     return [known[rank] for rank in destinations.tolist()]
 
 

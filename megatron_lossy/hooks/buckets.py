@@ -43,15 +43,13 @@ def buckets_by_stream(ddp: DistributedDataParallel) -> list[tuple[Stream, Any, l
 
 def bucket_sizes(streams: Sequence[tuple[Stream, Sequence[tuple[Any, Any]]]]) -> dict[str, str]:
     """Return size and dtypes of every bucket in words, by its name. ``streams``: each with (buffer, bucket) pairs."""
-    return {
-        f"bucket {number} of {stream.name}": (
-            # Without the distributed optimizer parameters are in no buffer.
-            f"{bucket.grad_data.numel()} elements ({bucket.grad_data.dtype}, "
-            f"{(bucket.params_list[0] if bucket.param_data is None else bucket.param_data).dtype})"
-        )
-        for stream, pairs in streams
-        for number, (_, bucket) in enumerate(pairs)
-    }
+    found = {}
+    for stream, pairs in streams:
+        for number, (_, bucket) in enumerate(pairs):
+            grad, param = bucket.grad_data, bucket.param_data
+            dtype = (bucket.params_list[0] if param is None else param).dtype  # it is None if all have all weights
+            found[f"bucket {number} of {stream.name}"] = f"{grad.numel()} elements ({grad.dtype}, {dtype})"
+    return found
 
 
 def apart(stream: Stream, stage: int, tensor: ProcessGroup | None) -> Stream:

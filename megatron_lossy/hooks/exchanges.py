@@ -99,10 +99,8 @@ class Exchanges:
 
 def specs_of(pairs: Sequence[tuple[Any, Any]], shards: int) -> list[BucketSpec]:
     """Return Megatron's buckets, (buffer, bucket), each in ``shards`` equal shards."""
-    return [
-        BucketSpec(bucket.grad_data.numel() // shards, bucket.grad_data.dtype, bucket.param_data.dtype)
-        for _, bucket in pairs
-    ]
+    buckets = [(bucket.grad_data, bucket.param_data) for _, bucket in pairs]
+    return [BucketSpec(grad.numel() // shards, grad.dtype, param.dtype) for grad, param in buckets]
 
 
 def share_copies(group: LossyGroup, pairs: Sequence[tuple[Any, Any]]) -> None:
@@ -112,10 +110,8 @@ def share_copies(group: LossyGroup, pairs: Sequence[tuple[Any, Any]]) -> None:
         return
     for number, (buffer, bucket) in enumerate(pairs):
         cut = {phase: group.wire.cut[phase][number] for phase in PHASES}
-        copies = {
-            phase: replicated_units(buffer, bucket, units, group.shards)[group.place :: group.ranks]
-            for phase, units in cut.items()
-        }
+        whole = {phase: replicated_units(buffer, bucket, units, group.shards) for phase, units in cut.items()}
+        copies = {phase: units[group.place :: group.ranks] for phase, units in whole.items()}
         group.share_copies(number, copies, tensor)
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from ..base.errors import UsageError
 from ..base.jobs import World
 from ..base.ledger import Patch, Signature
 from ..config import LossyConfig
@@ -15,7 +14,7 @@ from ..config.facts import Facts
 from ..config.refusal import check_refusals
 from . import seam
 from .runtime import Lossy
-from .versions import check_version
+from .versions import require_megatron
 
 _BUFFER = "megatron.core.distributed.param_and_grad_buffer"
 _OPTIMIZER = "megatron.core.optimizer.optimizer"
@@ -129,11 +128,7 @@ def install(
         raise RuntimeError("the hooks are already installed; call uninstall() on what install() returned first")
     facts = Facts(worlds_apart=world is not None, flushes=not asynchronous)
     check_refusals(config, facts)
-    try:
-        import megatron.core
-    except ImportError as error:
-        raise UsageError(f"megatron-core cannot be imported ({error}); install it: pip install megatron-core") from None
-    check_version(megatron.core.__version__)
+    require_megatron()
     lossy = Lossy(config, steps, gapless, world)
     lossy.facts = facts
     lossy.ledger.install([] if config.inert else patches(lossy))

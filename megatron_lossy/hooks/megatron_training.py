@@ -39,14 +39,8 @@ FLAG_GROUP = "loss (megatron-lossy)"
 
 def flag_patches() -> list[Patch]:
     """Add our flags to Megatron's parser."""
-    return [
-        Patch(
-            target=f"{_ARGUMENTS}:_add_distributed_args",
-            around=_add_distributed_args,
-            why="adds the loss flags to Megatron's own",
-            takes=Signature(("parser",), others=()),
-        )
-    ]
+    target, why = f"{_ARGUMENTS}:_add_distributed_args", "adds the loss flags to Megatron's own"
+    return [Patch(target=target, around=_add_distributed_args, why=why, takes=Signature(("parser",), others=()))]
 
 
 def patches(lossy: Lossy) -> list[Patch]:

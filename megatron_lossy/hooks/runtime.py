@@ -25,13 +25,7 @@ from .buckets import bucket_sizes, buckets_by_stream, used_in
 from .exchanges import Exchanges, check_exchanged, check_registered, warn_of_lossless
 from .facts import of_model
 from .seam import Slot, slot_of
-from .versions import (
-    data_parallel_place,
-    innermost,
-    model_chunk,
-    number_model_chunk,
-    parallel_sizes,
-)
+from .versions import data_parallel_place, innermost, model_chunk, number_model_chunk, parallel_sizes
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
@@ -45,11 +39,7 @@ class Lossy(Run):
     kind = "Megatron"
 
     def __init__(
-        self,
-        config: LossyConfig,
-        steps: int | None = None,
-        gapless: bool = False,
-        world: World | None = None,
+        self, config: LossyConfig, steps: int | None = None, gapless: bool = False, world: World | None = None
     ) -> None:
         super().__init__(config, steps, gapless, None if world is None else world.launched_rank)
         self.world = world
@@ -167,19 +157,15 @@ class Lossy(Run):
         if not self._told_all_reduce and not self.config.untouched("grad"):
             self._told_all_reduce = True
             if dist.get_rank() == 0:
-                logger.warning(
-                    "iteration %d: Megatron all-reduces the gradients of this step, which therefore carries no "
-                    "gradient loss (said once)",
-                    self.iteration + 1,
-                )
+                text = "iteration %d: Megatron all-reduces the gradients of this step, which therefore carries no gradient loss"
+                logger.warning(f"{text} (said once)", self.iteration + 1)
 
     def _scaled(self, slot: Slot, bucket: Any, averaged: bool) -> Gradients:
         """Return the gradients of ``bucket``, scaled as Megatron will scale them."""
         whole = torch.mul(bucket.grad_data, bucket.gradient_scaling_factor)
         exchange = Exchange("grad", slot.group.stream, self.iteration)
-        return Gradients(
-            exchange, slot.bucket, whole, whole, averaged=averaged, loss_scale=self.loss_scale, gapless=self.gapless
-        )
+        how: dict[str, Any] = {"averaged": averaged, "loss_scale": self.loss_scale, "gapless": self.gapless}
+        return Gradients(exchange, slot.bucket, whole, whole, **how)
 
     def skip_iteration(self) -> None:
         self.events.iteration_ends()

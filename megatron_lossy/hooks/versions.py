@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..base.errors import refuse
+from ..base.errors import UsageError, refuse
 
 #: Versions of megatron-core that the hooks are tested with: at least the first, below the second. A newer one is
 #: refused even where all signatures match: 0.17 moved a copy of gradients without changing a single signature.
@@ -34,11 +34,17 @@ def check_version(version: str, oldest: tuple[int, int] = SUPPORTED[0]) -> None:
         parsed = ()
     low, high = oldest, SUPPORTED[1]
     if not low <= parsed < high:
-        raise refuse(
-            "megatron-core",
-            version,
-            f"is not supported; use at least {low[0]}.{low[1]} and below {high[0]}.{high[1]}",
-        )
+        why = f"is not supported; use at least {low[0]}.{low[1]} and below {high[0]}.{high[1]}"
+        raise refuse("megatron-core", version, why)
+
+
+def require_megatron(oldest: tuple[int, int] = SUPPORTED[0]) -> None:
+    """Import megatron-core. Raise :class:`UsageError` if it is missing, or as :func:`check_version` does."""
+    try:
+        import megatron.core
+    except ImportError as error:
+        raise UsageError(f"megatron-core cannot be imported ({error}); install it: pip install megatron-core") from None
+    check_version(megatron.core.__version__, oldest)
 
 
 def how_to_import(error: ImportError) -> str:

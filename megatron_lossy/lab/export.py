@@ -30,9 +30,8 @@ _LAYERS = "decoder.layers."
 
 def main(arguments: Sequence[str]) -> None:
     """Run the command line. Raise :class:`UsageError`."""
-    parser = ArgumentParser(
-        "python -m megatron_lossy export", description="Write the weights of a checkpoint for other programs."
-    )
+    what = "Write the weights of a checkpoint for other programs."
+    parser = ArgumentParser("python -m megatron_lossy export", description=what)
     parser.add_argument("folder", metavar="FOLDER", help="of --save of megatron_lossy.train, or the consensus in it")
     parser.add_argument("--hf", required=True, metavar="OUT", help="new folder, for from_pretrained of transformers")
     given = parser.parse_args(arguments)

@@ -61,10 +61,8 @@ def sequence(path: str) -> np.ndarray:
     except OSError as error:
         raise cannot("FILE.csv", path, "read", error) from None
     except (KeyError, TypeError, ValueError, csv.Error):
-        allowed = (
-            "must have a heading with arrived (0 or 1) or sequence, or also source and destination, and whole numbers"
-        )
-        raise refuse("FILE.csv", path, allowed) from None
+        columns = "arrived (0 or 1) or sequence, or also source and destination"
+        raise refuse("FILE.csv", path, f"must have a heading with {columns}, and whole numbers") from None
     fates = {link: _fates(np.array(values), column) for link, values in links.items()}
     size, length = 1 + max(map(max, fates)), max(map(len, fates.values()))
     found = np.ones((size, size, length), dtype=bool)

@@ -42,9 +42,8 @@ def optimizers_of(optimizer: Any) -> list[torch.optim.Optimizer]:
         if not isinstance(inner, torch.optim.Optimizer):
             raise refuse("optimizer", type(inner).__name__, "must be a torch.optim.Optimizer, or a list of them")
         if isinstance(inner, torch.optim.LBFGS):
-            raise refuse(
-                "optimizer", "LBFGS", "evaluates weights within a step, which no exchange would send; choose another"
-            )
+            why = "evaluates weights within a step, which no exchange would send; choose another"
+            raise refuse("optimizer", "LBFGS", why)
     if not found:
         raise refuse("optimizer", "[]", "must have at least one optimizer")
     return found
@@ -90,11 +89,8 @@ def check_still_alike(optimizers: Sequence[torch.optim.Optimizer], known: Mappin
     number = sum(len(group["params"]) for optimizer in optimizers for group in optimizer.param_groups)
     if number == len(known):
         return
-    raise refuse(
-        "optimizer",
-        type(optimizers[0]).__name__,
-        f"has {number} parameters, and had {len(known)} when make_lossy was called: add them before",
-    )
+    why = f"has {number} parameters, and had {len(known)} when make_lossy was called: add them before"
+    raise refuse("optimizer", type(optimizers[0]).__name__, why)
 
 
 def check_torch() -> None:
@@ -104,9 +100,8 @@ def check_torch() -> None:
     except ImportError:
         FSDPModule = None
     if not all(hasattr(FSDPModule, verb) for verb in ("set_custom_all_gather", "set_custom_reduce_scatter")):
-        raise refuse(
-            "torch", torch.__version__, f"has no FSDPModule.set_custom_all_gather; needs {FIRST_TORCH} or later"
-        )
+        why = f"has no FSDPModule.set_custom_all_gather; needs {FIRST_TORCH} or later"
+        raise refuse("torch", torch.__version__, why)
 
 
 def check_groups(groups: Sequence[ParameterGroup], config: LossyConfig) -> None:

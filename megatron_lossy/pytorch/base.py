@@ -53,9 +53,8 @@ class LossyRun(Run):
         super().__init__(config, steps, gapless)
         self._flags = {} if config.inert else flags_of(config)
         if config.delivery_log is not None and config.delivery_log in _open.values():
-            raise refuse(
-                "--delivery-log", config.delivery_log, "has the log of another model; give each its own folder"
-            )
+            why = "has the log of another model; give each its own folder"
+            raise refuse("--delivery-log", config.delivery_log, why)
         self.number = next(number for number in itertools.count() if number not in _open)
         self.stream = Stream(stage=self.number)
         self.optimizers = list(optimizers)
@@ -81,17 +80,15 @@ class LossyRun(Run):
         if optimizer in self.round.stepped:
             self._finish_round()
         if self.holds:
-            raise RuntimeError(
-                "the model has its owners' weights: leave owner_weights() before a step of the optimizer"
-            )
+            why = "leave owner_weights() before a step of the optimizer"
+            raise RuntimeError(f"the model has its owners' weights: {why}")
         check_still_alike(self.optimizers, self._parameters)
         self.check_weights()
 
     def check_scaler(self) -> None:
         """Note that a ``GradScaler`` is in use. Raise :class:`UsageError` if the run needs it, and does not have it."""
-        if self._scaler is None and any(
-            rule.carries_over or rule.feeds_back for group in self.groups for rule in group.grads
-        ):
+        rules = [rule for group in self.groups for rule in group.grads]
+        if self._scaler is None and any(rule.carries_over or rule.feeds_back for rule in rules):
             rule = f"--grad-recovery {self.config.grad_recovery}"
             why = f"a GradScaler is in use, and {rule} keeps gradients over steps: give it as scaler= to make_lossy"
             raise refuse("scaler", None, why)
@@ -185,9 +182,8 @@ class LossyRun(Run):
 
         Raise :class:`UsageError` for the state of another number of ranks, another model, or other loss flags.
         """
-        check_identity(
-            state["identity"], self._whole_identity(), "load_state_dict", "of make_lossy's state", "that state"
-        )
+        here = self._whole_identity()
+        check_identity(state["identity"], here, "load_state_dict", "of make_lossy's state", "that state")
         self.restart(state["iteration"])
         self._load_state(state)
 

@@ -73,11 +73,7 @@ class LossyDDP(LossyRun):
     kind = "DDP"
 
     def __init__(
-        self,
-        config: LossyConfig,
-        model: Any,
-        optimizers: Sequence[torch.optim.Optimizer],
-        **how: Any,
+        self, config: LossyConfig, model: Any, optimizers: Sequence[torch.optim.Optimizer], **how: Any
     ) -> None:
         super().__init__(config, optimizers, **how)
         self.ranks: dist.ProcessGroup = model.process_group
@@ -134,7 +130,13 @@ class LossyDDP(LossyRun):
         """Begin the reduction of a bucket. Return a function that ends it."""
         if self._closed_hook or not self._known or self._lossy[0].lossless("grad"):
             work = dist.all_reduce(gradient, group=self.ranks, async_op=True)
-            return partial(self._end_reliable, work, number, gradient)
+
+            def end_reliable() -> None:
+                work.wait()
+                if self._known and not self._closed_hook:
+                    self.reduction_ends(number, gradient)
+
+            return end_reliable
         known = self.buckets[number] if number < len(self.buckets) else None
         if known is None or known.elements != gradient.numel():
             raise RuntimeError(
@@ -154,11 +156,6 @@ class LossyDDP(LossyRun):
 
         return end
 
-    def _end_reliable(self, work: dist.Work, number: int, gradient: torch.Tensor) -> None:
-        work.wait()
-        if self._known and not self._closed_hook:
-            self.reduction_ends(number, gradient)
-
     def _end_round(self) -> None:
         self._rounds += 1
         learned, self._learned = self._learned, []
@@ -167,10 +164,8 @@ class LossyDDP(LossyRun):
             return
         self._set_buckets(learned)
         if not self.config.untouched("grad") and dist.get_rank() == 0:
-            logger.warning(
-                "iteration %d: DDP's buckets are final; gradients of earlier iterations lost nothing",
-                self.iteration + 2,
-            )
+            text = "iteration %d: DDP's buckets are final; gradients of earlier iterations lost nothing"
+            logger.warning(text, self.iteration + 2)
 
     def _set_buckets(self, buckets: list[Bucket]) -> None:
         """Take the final buckets."""

@@ -213,16 +213,14 @@ class LossyFSDP(LossyRun):
         super().set_iteration(iteration)
 
     def identity(self) -> dict[str, Any]:
-        sizes = {
-            f"group {group.name}": f"{group.spec.shard_of('param')} elements of {group.spec.param_dtype}"
-            for group in (gather.group for gather in self._gathers)
-        }
-        return {"world size": dist.get_world_size(), **sizes}
+        found: dict[str, Any] = {"world size": dist.get_world_size()}
+        for group in (gather.group for gather in self._gathers):
+            found[f"group {group.name}"] = f"{group.spec.shard_of('param')} elements of {group.spec.param_dtype}"
+        return found
 
     def _held(self) -> list[BucketReplica]:
-        return [
-            BucketReplica(gather.lossy, gather.number, gather.replica, gather.group.ranks) for gather in self._gathers
-        ]
+        gathers = self._gathers
+        return [BucketReplica(own.lossy, own.number, own.replica, own.group.ranks) for own in gathers]
 
     def exchanged_state(self) -> Any:
         if self.update is not None:

@@ -71,17 +71,14 @@ class ParameterGroup:
         """The device of the gathered parameters."""
         return self._group.device
 
-    # --- exchanges -------------------------------------------------------------------------------------------------
-
     @cached_property
     def spec(self) -> BucketSpec:
         """The bucket. Parameters without a gradient are gathered, and not reduced."""
         dtypes = {self._gathered_as(parameter) for parameter in self.parameters}
         if len(dtypes) > 1:
             several = ", ".join(sorted(map(str, dtypes)))
-            raise refuse(
-                "model", self.name, f"gathers parameters of several types ({several}) together; shard them apart"
-            )
+            why = f"gathers parameters of several types ({several}) together; shard them apart"
+            raise refuse("model", self.name, why)
         [dtype] = dtypes
         sizes = [
             (math.prod(parameter.padded_sharded_param_size), parameter.sharded_param.requires_grad)
@@ -126,8 +123,6 @@ class ParameterGroup:
         tensors = ((own.sharded_param, own._sharded_local_tensor) for own in self._group.fsdp_params)
         return sum(tensor._version for pair in tensors for tensor in pair)
 
-    # --- FSDP2's places for exchanges ------------------------------------------------------------------------------
-
     @property
     def exchanges(self) -> tuple[Any, Any]:
         """The objects that gather, and that reduce and scatter."""
@@ -167,9 +162,8 @@ def parameter_groups(model: torch.nn.Module) -> list[ParameterGroup]:
         groups = _groups_of(module._get_fsdp_state()) if isinstance(module, FSDPModule) else []
         if len(groups) > 1:
             why = f"has {len(groups)} parameter groups (shard_placement_fn with several meshes), and torch has one place for "
-            raise refuse(
-                "model", name or "root module", f"{why}their exchanges; call fully_shard on submodules instead"
-            )
+            allowed = f"{why}their exchanges; call fully_shard on submodules instead"
+            raise refuse("model", name or "root module", allowed)
         for group in groups:
             if id(group) in found:
                 found[id(group)].modules.append(module)

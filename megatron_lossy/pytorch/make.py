@@ -13,13 +13,7 @@ from ..config import LossyConfig
 from ..config.facts import Facts
 from ..config.refusal import check_refusals
 from ..transport import settled
-from .arguments import (
-    check_groups,
-    check_optimizers,
-    check_torch,
-    config_of,
-    optimizers_of,
-)
+from .arguments import check_groups, check_optimizers, check_torch, config_of, optimizers_of
 from .layout import ParameterGroup, parameter_groups
 
 if TYPE_CHECKING:
@@ -88,27 +82,23 @@ def _sharded(
         raise refuse("model", type(model).__name__, "has no parameter with a gradient in fully_shard")
     check_optimizers(model, optimizers, [parameter for group in groups for parameter in group.parameters])
     if config.sites is not None and any(group.replicated for group in groups):
-        why = (
-            "needs fully_shard over all ranks, with a mesh of one dimension: FSDP2 would reduce gradients between sites"
-        )
-        raise refuse("--sites", config.sites, why)
+        why = "FSDP2 would reduce gradients between sites"
+        raise refuse("--sites", config.sites, f"needs fully_shard over all ranks, with a mesh of one dimension: {why}")
     islands = _islands(groups, config.jobs().number) if config.jobs().several else None
     specs = [group.spec for group in groups]
-    check_refusals(
-        config,
-        Facts(
-            data_parallel="FSDP2",
-            virtual=False,
-            flushes=True,
-            workers=len(islands or [0]) * max(len(group.all_ranks) for group in groups),
-            largest_group=max(group.ranks.size() for group in groups),
-            train_iters=how["steps"],
-            distributed_optimizer=True,
-            gradient_bytes=max(spec.grad_dtype.itemsize for spec in specs),
-            weight_bytes=max(spec.param_dtype.itemsize for spec in specs),
-            tensor=2 if any(group.tensor_parallel for group in groups) else 1,
-        ),
+    facts = Facts(
+        data_parallel="FSDP2",
+        virtual=False,
+        flushes=True,
+        workers=len(islands or [0]) * max(len(group.all_ranks) for group in groups),
+        largest_group=max(group.ranks.size() for group in groups),
+        train_iters=how["steps"],
+        distributed_optimizer=True,
+        gradient_bytes=max(spec.grad_dtype.itemsize for spec in specs),
+        weight_bytes=max(spec.param_dtype.itemsize for spec in specs),
+        tensor=2 if any(group.tensor_parallel for group in groups) else 1,
     )
+    check_refusals(config, facts)
     run = LossyFSDP(config, optimizers, groups, islands, **how)
     run.follow_loading(model)
     return run
@@ -125,9 +115,8 @@ def _islands(groups: list[ParameterGroup], number: int) -> list[list[int]]:
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, mine[0])
     found = sorted(set(everywhere))
-    if len({len(ranks) for ranks in found}) > 1 or sorted(rank for ranks in found for rank in ranks) != list(
-        range(dist.get_world_size())
-    ):
+    together = sorted(rank for ranks in found for rank in ranks)
+    if len({len(ranks) for ranks in found}) > 1 or together != list(range(dist.get_world_size())):
         raise refuse("--islands", number, f"needs equal groups of all ranks, and the mesh has {found}")
     return [list(ranks) for ranks in found]
 
@@ -144,22 +133,20 @@ def _in_ddp(
     check_optimizers(model, optimizers, trained)
     largest = max(parameter.element_size() for parameter in trained)
     ranks, scaler = model.process_group.size(), how["scaler"]
-    check_refusals(
-        config,
-        Facts(
-            data_parallel="DDP",
-            virtual=False,
-            flushes=True,
-            workers=ranks,
-            largest_group=ranks,
-            train_iters=how["steps"],
-            distributed_optimizer=False,
-            fp16=scaler is not None,
-            loss_scale=scaler.get_scale() if scaler is not None and scaler.is_enabled() else None,
-            gradient_bytes=largest,
-            weight_bytes=largest,
-        ),
+    facts = Facts(
+        data_parallel="DDP",
+        virtual=False,
+        flushes=True,
+        workers=ranks,
+        largest_group=ranks,
+        train_iters=how["steps"],
+        distributed_optimizer=False,
+        fp16=scaler is not None,
+        loss_scale=scaler.get_scale() if scaler is not None and scaler.is_enabled() else None,
+        gradient_bytes=largest,
+        weight_bytes=largest,
     )
+    check_refusals(config, facts)
     return LossyDDP(config, model, optimizers, **how)
 
 

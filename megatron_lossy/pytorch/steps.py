@@ -82,9 +82,8 @@ class Steps:
         kind, copies = self._begun.pop(optimizer)
         equal = partial(torch.allclose, rtol=0, atol=0, equal_nan=True)
         if not all(map(equal, copies, _values(optimizer) if copies else [])):
-            raise refuse(
-                "optimizer", name, "changes weights without gradients, or with a learning rate of 0; use another"
-            )
+            why = "changes weights without gradients, or with a learning rate of 0; use another"
+            raise refuse("optimizer", name, why)
         self._run.end_step(optimizer, kind)
 
 

@@ -1,7 +1,6 @@
 """Loss in a ``Trainer`` of Hugging Face transformers (docs/pytorch.md).
 
-trainer.add_callback(LossyCallback(trainer, {"p_grad": 0.1, "param_sync_interval": 10}))
-trainer.train()
+trainer.add_callback(LossyCallback(trainer, {"p_grad": 0.1, "param_sync_interval": 10})) trainer.train()
 """
 
 from __future__ import annotations

@@ -134,10 +134,7 @@ class ErrorFeedback(GradRecovery):
         if not self._residuals:
             return {}
         ages = None if self._ages is None else torch.from_numpy(self._ages)
-        return {
-            "residuals": [(torch.from_numpy(lost.mask), saved) for lost, saved in self._residuals],
-            "ages": ages,
-        }
+        return {"residuals": [(torch.from_numpy(lost.mask), saved) for lost, saved in self._residuals], "ages": ages}
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
         self.restart()

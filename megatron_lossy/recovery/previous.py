@@ -85,11 +85,9 @@ class Previous(GradRecovery):
             self._kept = {number: kept for number, kept in self._kept.items() if number not in useless}
             if not Previous._warned:
                 Previous._warned = True
+                why = "what the step after it loses counts as zero (said once)"
                 logger.warning(
-                    "--grad-recovery %s: step %d was not used, against expectation; "
-                    "what the step after it loses counts as zero (said once)",
-                    self.name,
-                    step,
+                    "--grad-recovery %s: step %d was not used, against expectation; %s", self.name, step, why
                 )
 
     def restart(self) -> None:

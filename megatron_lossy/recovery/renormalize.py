@@ -43,11 +43,8 @@ class RenormalizeRemote(GradRecovery):
     @classmethod
     def check(cls, config: LossyConfig) -> None:
         if config.lossy_self:
-            raise refuse(
-                "--lossy-self",
-                f"with --grad-recovery {cls.name}",
-                "that rule gives the own shard, always there, the weight 1/N; choose renormalize, previous or zero",
-            )
+            why = "that rule gives the own shard, always there, the weight 1/N; choose renormalize, previous or zero"
+            raise refuse("--lossy-self", f"with --grad-recovery {cls.name}", why)
 
     def before(
         self, buffer: torch.Tensor, lost: Lost, delivery: Delivery, x: Gradients

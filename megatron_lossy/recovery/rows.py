@@ -63,17 +63,11 @@ def unit_views(buffer: torch.Tensor, units: BucketUnits) -> list[tuple[torch.Ten
     """
     shards, start = buffer.numel() // units.shard, buffer.storage_offset()
     apart = buffer.stride(0) if buffer.dim() == 2 else units.shard
-    return [
-        (
-            buffer.as_strided(
-                (shards, numbers.stop - numbers.start, elements),
-                (apart, elements, 1),
-                start + numbers.start * units.elements,
-            ),
-            numbers,
-        )
-        for numbers, elements in units.parts
-    ]
+    views = []
+    for numbers, elements in units.parts:
+        shape, first = (shards, numbers.stop - numbers.start, elements), start + numbers.start * units.elements
+        views.append((buffer.as_strided(shape, (apart, elements, 1), first), numbers))
+    return views
 
 
 def times(saved: Saved, factor: Any) -> Saved:

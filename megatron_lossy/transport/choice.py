@@ -63,17 +63,16 @@ def shard_bytes(
     config: LossyConfig, buckets: Sequence[BucketSpec], cut: Mapping[str, Sequence[BucketUnits]]
 ) -> dict[str, int]:
     """Return the bytes of a shard of all ``buckets`` as they cross, with all copies, by phase."""
-    codes = codes_of(config)
-    return {
-        phase: config.copies(phase)
-        * sum(
-            codes[phase].payloads(units).shard
-            if phase in codes
-            else units.shard * getattr(bucket, f"{phase}_dtype").itemsize
-            for bucket, units in zip(buckets, parts, strict=True)
-        )
-        for phase, parts in cut.items()
-    }
+    codes, found = codes_of(config), {}
+    for phase, parts in cut.items():
+        if phase in codes:
+            sizes = [codes[phase].payloads(units).shard for units in parts]
+        else:
+            sizes = [
+                n.shard * getattr(bucket, f"{phase}_dtype").itemsize for bucket, n in zip(buckets, parts, strict=True)
+            ]
+        found[phase] = config.copies(phase) * sum(sizes)
+    return found
 
 
 def rules_for(config: LossyConfig, phase: str, wire: Wire) -> list[Any]:

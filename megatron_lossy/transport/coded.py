@@ -61,8 +61,6 @@ class CodedBuckets:
         for others in self._others:
             self.code.decode(parts[others], self.cut[bucket], rows[others])
 
-    # --- exchanges in memory ---------------------------------------------------------------------------------------
-
     def round_gradients(self, exchange: Exchange, bucket: int, buffer: torch.Tensor) -> None:
         """Give ``buffer`` [N * shard] the values that others get, in place."""
         rows, keys = buffer.view(len(self._members), -1), self._keys(exchange, buffer.device)
@@ -111,7 +109,5 @@ def coded_of(
     config: LossyConfig, cut: Mapping[str, Sequence[BucketUnits]], members: Sequence[int], rank: int
 ) -> dict[str, CodedBuckets]:
     """Return the codes of each phase that ``config`` wants coded, for the rank ``rank`` of ``members``."""
-    return {
-        phase: CodedBuckets(code, config.loss_seed, cut[phase], members, rank)
-        for phase, code in codes_of(config).items()
-    }
+    codes, seed = codes_of(config), config.loss_seed
+    return {phase: CodedBuckets(code, seed, cut[phase], members, rank) for phase, code in codes.items()}

@@ -1,8 +1,7 @@
 """The exchanges of one group over a network that may lose units: datagrams, or streams with a deadline.
 
-A channel writes arrived units where they belong; this module turns tensors into addresses, and bitmaps into
-deliveries. An exchange that is made again (evaluation, a save, a rerun) crosses torch's process group, with the
-observed delivery.
+A channel writes arrived units where they belong; this module turns tensors into addresses, and bitmaps into deliveries.
+An exchange that is made again (evaluation, a save, a rerun) crosses torch's process group, with the observed delivery.
 """
 
 from __future__ import annotations
@@ -80,14 +79,11 @@ class DeadlineWire(PieceWire):
         self._windows = {
             phase: list(windows(self._crossing[phase], dtypes[phase], self.size, self._memory)) for phase in cut
         }
-        sizes = {
-            phase: [
-                (window.elements * dtype.itemsize, units.elements * dtype.itemsize)
-                for parts, units, dtype in zip(self._windows[phase], self._crossing[phase], dtypes[phase], strict=True)
-                for window in parts
-            ]
-            for phase in cut
-        }
+        sizes: dict[str, list[tuple[int, int]]] = {phase: [] for phase in cut}
+        for phase, of_phase in sizes.items():
+            buckets = zip(self._windows[phase], self._crossing[phase], dtypes[phase], strict=True)
+            for parts, units, dtype in buckets:
+                of_phase += [(part.elements * dtype.itemsize, units.elements * dtype.itemsize) for part in parts]
         #: By phase whose senders choose, the copies of units that must arrive; and how often all units of a message are sent.
         self._repeats = dict.fromkeys(config.chosen(), Repeats(config.udp_fec_code, config.udp_fec_budget / 100))
         self._passes = {phase: config.copies(phase) for phase in cut}

@@ -51,9 +51,8 @@ class NetworkMonitor(Observer):
         for counters in (*peers, ends):
             found.update(counters)
         found["refused"] = sum(found[name] for name in ("malformed", "bad_tag", "foreign", "strangers"))
-        return Counter({column: found[name] for column, name in cls.columns.items()}) + Counter(
-            bad_tag=found["bad_tag"]
-        )
+        columns = Counter({column: found[name] for column, name in cls.columns.items()})
+        return columns + Counter(bad_tag=found["bad_tag"])
 
     @classmethod
     def advice(cls, now: Mapping[str, int], much_loss_since: int) -> dict[str, str]:
@@ -61,10 +60,8 @@ class NetworkMonitor(Observer):
         least = {"overflow": _OVERFLOW * max(now["received"], 1)}
         result = {name: line.format(now[name]) for name, line in cls.problems.items() if now[name] > least.get(name, 0)}
         if much_loss_since >= _PERSISTS:
-            result["loss"] = (
-                f"more than {100 * _MUCH:.0f} % of units were lost in each of {_PERSISTS} iterations: {cls.much_loss}, or "
-                "look at the network"
-            )
+            much = f"more than {100 * _MUCH:.0f} % of units were lost in each of {_PERSISTS} iterations"
+            result["loss"] = f"{much}: {cls.much_loss}, or look at the network"
         return result
 
     def _now(self) -> Counter[str]:

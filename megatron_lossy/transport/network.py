@@ -47,9 +47,8 @@ def consecutive_nodes(ranks: Sequence[int], ranks_per_node: int) -> list[int]:
     """
     nodes = [rank // ranks_per_node for rank in ranks]
     if len(nodes) > 1 and len(set(nodes)) == 1:
-        raise refuse(
-            "--lossy-links", f"inter-node:{ranks_per_node}", f"puts all {len(nodes)} ranks on one node: {_NOTHING}"
-        )
+        why = f"puts all {len(nodes)} ranks on one node: {_NOTHING}"
+        raise refuse("--lossy-links", f"inter-node:{ranks_per_node}", why)
     return nodes
 
 

@@ -64,8 +64,6 @@ class BlockCode:
         shard = sum(self.size(elements) * (numbers.stop - numbers.start) for numbers, elements in units.parts)
         return BucketUnits(units.first, units.count, shard, self.size(units.elements))
 
-    # --- tensors ---------------------------------------------------------------------------------------------------
-
     def encode(
         self, values: torch.Tensor, units: BucketUnits, keys: torch.Tensor | None = None, first: int = 0
     ) -> torch.Tensor:

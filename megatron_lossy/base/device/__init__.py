@@ -86,9 +86,8 @@ def take_device() -> torch.device:
         importlib.import_module("habana_frameworks.torch.distributed.hccl")
     if "LOCAL_RANK" not in os.environ:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise refuse(
-                "LOCAL_RANK", "is not set", "the launcher must say which device of its node a rank computes on"
-            )
+            why = "the launcher must say which device of its node a rank computes on"
+            raise refuse("LOCAL_RANK", "is not set", why)
         return current_device()
     number, accelerator = int(os.environ["LOCAL_RANK"]), getattr(torch, kind)
     count = accelerator.device_count()

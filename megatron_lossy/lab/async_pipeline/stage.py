@@ -106,14 +106,14 @@ class StageMessages:
         self._dtype = dtype
         self._group = parallel_state.get_pipeline_model_parallel_group()
         ranks, place = dist.get_process_group_ranks(self._group), self._group.rank()
-        self._previous = ranks[place - 1] if place else None
-        self._next = ranks[place + 1] if place + 1 < len(ranks) else None
+        self.previous = ranks[place - 1] if place else None
+        self.next = ranks[place + 1] if place + 1 < len(ranks) else None
         self._inputs: deque[tuple[torch.Tensor, Any]] = deque()
         self._sent: list[tuple[torch.Tensor, Any]] = []
 
     def begin_input(self) -> None:
         """Begin to receive the next activations from the previous stage."""
-        self._inputs.append(self._receive(self._previous))
+        self._inputs.append(self._receive(self.previous))
 
     def next_input(self) -> torch.Tensor:
         """Wait for the oldest activations that were begun, and return them."""
@@ -124,17 +124,14 @@ class StageMessages:
 
     def gradient(self) -> torch.Tensor:
         """Wait for the gradient of the oldest sent activations, and return it."""
-        tensor, work = self._receive(self._next)
+        tensor, work = self._receive(self.next)
         work.wait()
         return tensor
 
-    def send_output(self, tensor: torch.Tensor) -> None:
-        """Begin to send activations to the next stage."""
-        self._send(tensor, self._next)
-
-    def send_gradient(self, tensor: torch.Tensor) -> None:
-        """Begin to send the gradient of received activations to the previous stage."""
-        self._send(tensor, self._previous)
+    def send(self, tensor: torch.Tensor, peer: int) -> None:
+        """Begin to send activations to the ``next`` stage, or the gradient of received ones to the ``previous``."""
+        tensor = tensor.detach().contiguous()
+        self._sent.append((tensor, dist.isend(tensor, peer, group=self._group)))
 
     def settle(self) -> None:
         """Wait for everything that was begun; activations stay to be taken. Neighbours wait no longer than needed."""
@@ -158,10 +155,6 @@ class StageMessages:
     def _receive(self, peer: int) -> tuple[torch.Tensor, Any]:
         tensor = torch.empty(self._shape, dtype=self._dtype, device=device.current_device())
         return tensor, dist.irecv(tensor, peer, group=self._group)
-
-    def _send(self, tensor: torch.Tensor, peer: int) -> None:
-        tensor = tensor.detach().contiguous()
-        self._sent.append((tensor, dist.isend(tensor, peer, group=self._group)))
 
 
 class Version:

@@ -60,10 +60,8 @@ class Stages(Part):
     def add_model_chunk(self, ddp: Any) -> None:
         """Cut the buckets of ``ddp`` into stages."""
         stages = self._stages
-        numbers = {
-            parameter: stage_of(name, ddp.config.num_layers, stages)
-            for name, parameter in ddp.module.named_parameters()
-        }
+        named, layers = ddp.module.named_parameters(), ddp.config.num_layers
+        numbers = {parameter: stage_of(name, layers, stages) for name, parameter in named}
         pairs = [pair for _, _, buckets in buckets_by_stream(ddp) for pair in buckets]
         self._places = [(bucket.grad_data, _ranges(buffer, bucket, numbers)) for buffer, bucket in pairs]
         views = [
@@ -104,19 +102,14 @@ class Stages(Part):
         for history, saved in zip(self._histories, state, strict=True):
             history.load(saved)
 
-    # --- gradients -------------------------------------------------------------------------------------------------
-
     def updating(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which an optimizer clips each stage by its own norm, and reports the norm of all."""
         replacements = {"get_grad_norm_fp32": self._grad_norm, "clip_grad_by_total_norm_fp32": self._clip}
-        patches = [
-            Patch(
-                target=f"megatron.core.optimizer.optimizer:{name}",
-                around=around,
-                why="a stage of an asynchronous pipeline has its own gradients alone",
-            )
-            for name, around in replacements.items()
-        ]
+        module, why = (
+            "megatron.core.optimizer.optimizer",
+            "a stage of an asynchronous pipeline has its own gradients alone",
+        )
+        patches = [Patch(target=f"{module}:{name}", around=new, why=why) for name, new in replacements.items()]
         return patched("virtual stages", *patches)
 
     def _grad_norm(self, original: Callable[..., float], grads_for_norm: Any, *args: Any, **kwargs: Any) -> float:

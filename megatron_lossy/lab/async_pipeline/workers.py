@@ -58,19 +58,16 @@ class StageWorkers(Workers, Part):
         self._micro_batches = self._micro_batches_of(config.global_batch_size)
         # The first stage ends a micro-batch that many backward passes after the last one. The last must not wait.
         self.late = max(1, math.ceil((self._stage.stages - 1) / self._micro_batches))
-        self._messages = StageMessages(
-            (config.seq_length, config.micro_batch_size, config.hidden_size), self._megatron.pipeline_dtype
-        )
+        shape = (config.seq_length, config.micro_batch_size, config.hidden_size)
+        self._messages = StageMessages(shape, self._megatron.pipeline_dtype)
         self._stash = Stash(self._chunk.module.parameters())
         self._stashes = self._stage.delay > 0
         self._saves_draws = flags.save_replicas and self._draws
         self._iteration = 0
         self._under_way: deque[_PendingBatch] = deque()
         self._restored: dict[str, Any] | None = None
-        self._measure_per_stage()
-
-    def _measure_per_stage(self) -> None:
-        if self._config.use_distributed_optimizer:
+        # A stage measures its own gradients.
+        if config.use_distributed_optimizer:
             group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
         else:  # all ranks have all of the gradient
             group = parallel_state.get_tensor_model_parallel_group()
@@ -81,8 +78,6 @@ class StageWorkers(Workers, Part):
         self._iteration = iteration
         return super().training_batches(dataset, iteration, consumed)
 
-    # --- an iteration ----------------------------------------------------------------------------------------------
-
     def iterate(
         self, batches: list[RankBatches], begin: Callable[[list[torch.Tensor]], Begun]
     ) -> tuple[Begun, bool, float]:
@@ -91,7 +86,11 @@ class StageWorkers(Workers, Part):
         sums, tokens = self._passes(batches[0])
         self._megatron.finalize_model_grads_func([self._chunk], None)
         if self._config.calculate_per_token_loss:
-            self._divide_by(tokens)
+            # Megatron asks the last stage for the number of tokens. Here each stage has counted those of its batch.
+            group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+            torch.distributed.all_reduce(tokens, group=group)
+            if tokens > 0:
+                self._chunk.scale_gradients(1.0 / tokens)
         begun = begin(sums)
         with self._stash.updating():
             successful, grad_norm, _ = self.step()
@@ -119,10 +118,10 @@ class StageWorkers(Workers, Part):
             elif step.kind == "forward":
                 if newest is None and self._stashes:
                     newest = self._stash.newest()
-                received_input = None if self._stage.first else self._messages.next_input()
-                passed = self._forward(step.micro, received_input, newest, batches, losses)
+                activations = None if self._stage.first else self._messages.next_input()
+                passed = self._forward(step.micro, activations, newest, batches, losses)
                 if not self._stage.last:
-                    self._messages.send_output(passed.output)
+                    self._messages.send(passed.output, self._messages.next)
                 self._under_way.append(passed)
             else:
                 tokens += self._backward(step)
@@ -165,20 +164,10 @@ class StageWorkers(Workers, Part):
         with (no_sync or contextlib.nullcontext)(), self._stash.using(passed.version):
             input_gradient = backward_step(passed.input, passed.output, gradient, self._megatron)
         if not self._stage.first:
-            self._messages.send_gradient(input_gradient)
+            self._messages.send(input_gradient, self._messages.previous)
         if passed.version is not None and not any(other.version is passed.version for other in self._under_way):
             self._stash.release(passed.version)
         return passed.tokens
-
-    def _divide_by(self, tokens: torch.Tensor) -> None:
-        """Divide the gradient by the number of tokens of all ranks.
-
-        Megatron asks the last stage for this number. Here each stage has counted the tokens of its batch.
-        """
-        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        torch.distributed.all_reduce(tokens, group=group)
-        if tokens > 0:
-            self._chunk.scale_gradients(1.0 / tokens)
 
     def begin_norm(self, grad_norm: float) -> Callable[[], float]:
         """Begin to add up the norms of the stages, a collective call. Return a function that waits for the sum."""
@@ -193,8 +182,6 @@ class StageWorkers(Workers, Part):
             return square.sqrt().item()
 
         return finish
-
-    # --- saved replicas --------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return the micro-batches under way between iterations, and their weights."""

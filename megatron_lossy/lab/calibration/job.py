@@ -96,10 +96,6 @@ def run(row: Row, data: dict[str, tuple[str, ...]], begin: Callable[[], None], e
 
 def _weights(optimizers: Sequence) -> np.ndarray:
     """Return the main weights of the first optimizer, one after the other: float32[...]."""
-    parts = [
-        weight.detach().float().cpu().numpy().reshape(-1)
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-        for weight in group["params"]
-    ]
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    parts = [weight.detach().float().cpu().numpy().reshape(-1) for group in groups for weight in group["params"]]
     return np.concatenate(parts) if parts else np.zeros(0, np.float32)

@@ -136,11 +136,7 @@ def _replicas() -> Iterator[Row]:
     noise = dict(grad_error="gaussian:0.1rms", param_sync_interval=2)
     yield Row("replicas-noise", _REPLICAS, noise)
     yield Row("replicas-noise-under-way", _REPLICAS, {**noise, "param_sync_overlap": True, "param_sync_rule": "snr"})
-    yield Row(
-        "errors-in-the-reduce",
-        _OVERLAP,
-        {**_LOST, "grad_error": "gaussian:0.01", "grad_error_at": "reduce"},
-    )
+    yield Row("errors-in-the-reduce", _OVERLAP, {**_LOST, "grad_error": "gaussian:0.01", "grad_error_at": "reduce"})
 
 
 def _stages() -> Iterator[Row]:

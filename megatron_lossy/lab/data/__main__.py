@@ -34,14 +34,9 @@ def _read(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--json-key", default="text", metavar="KEY", help="jsonl: the key of a document's text; default text")
     kinds = ("file", "blank-line")
     add("--split-documents", default="file", choices=kinds, help="text: a document is a file, or ends at a blank line")
-    add(
-        "--split",
-        type=float,
-        nargs=2,
-        metavar=("TRAIN", "VALID"),
-        help="write PREFIX_train and PREFIX_valid with these shares of the documents, chosen by a hash of their names; "
-        "for example 0.95 0.05",
-    )
+    shares = "with these shares of the documents, chosen by a hash of their names; for example 0.95 0.05"
+    both = f"write PREFIX_train and PREFIX_valid {shares}"
+    add("--split", type=float, nargs=2, metavar=("TRAIN", "VALID"), help=both)
     add("--overwrite", action="store_true", help="replace data sets that exist already")
     hint_at_flags(parser)
     given = parser.parse_args(arguments)
@@ -76,17 +71,14 @@ def run(arguments: Sequence[str] | None = None) -> None:
     warnings.filterwarnings("ignore", module=r"megatron\.")
     validation = None
     if given.split is not None:
-        validation = validation_documents(
-            [name for name, _ in read_documents(files, *how)], given.split[1] / sum(given.split)
-        )
+        names = [name for name, _ in read_documents(files, *how)]
+        validation = validation_documents(names, given.split[1] / sum(given.split))
     written = write_indexed(read_documents(files, *how), prefix, tokenizer, given.overwrite, validation)
     for output, data in written.items():
         size = f"{data.source_bytes:,} bytes, {data.tokens:,} tokens ({data.dtype})"
         print(f"{output}: {data.documents:,} documents, {size}")
-    print(
-        f"tokenizer {tokenizer.name}: vocabulary {tokenizer.vocab_size}, padded by 128 to "
-        f"{padded_vocab_size(tokenizer.vocab_size)}; {time.monotonic() - started:.1f} s"
-    )
+    padded = f"padded by 128 to {padded_vocab_size(tokenizer.vocab_size)}; {time.monotonic() - started:.1f} s"
+    print(f"tokenizer {tokenizer.name}: vocabulary {tokenizer.vocab_size}, {padded}")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

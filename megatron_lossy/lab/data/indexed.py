@@ -255,11 +255,8 @@ def check_dataset(prefix: str | os.PathLike, tokenizer: Tokenizer, flag: str = "
         raise refuse("--tokenizer", tokenizer.name, f"{prefix} was made with --tokenizer {description.tokenizer}")
 
 
-# --- sources of documents --------------------------------------------------------------------------------------------
-
-
-def find_files(inputs: Iterable[str], flag: str = "--input") -> list[tuple[str, Path]]:
-    """Return the files that ``inputs`` (files, folders, globs), given as ``flag``, name: pairs of name and path, each once.
+def find_files(inputs: Iterable[str]) -> list[tuple[str, Path]]:
+    """Return the files that ``inputs`` (files, folders, globs) name: pairs of name and path, each once.
 
     Inputs keep their order. The files of a folder or glob are sorted by name, without hidden ones. Raise
     :class:`UsageError` for an input that does not exist, holds no file, or is an empty or unreadable file.
@@ -275,12 +272,12 @@ def find_files(inputs: Iterable[str], flag: str = "--input") -> list[tuple[str, 
             root, matches = Path(*literal), [Path(p) for p in glob.glob(given, recursive=True)]
         else:
             root, matches = path.parent, [path]
-            with _reading(path, flag) as stream:
+            with _reading(path, "--input") as stream:
                 if not stream.read(1):
-                    raise refuse(flag, given, "is empty")
+                    raise refuse("--input", given, "is empty")
         files = sorted((p.relative_to(root).as_posix(), p) for p in matches if p.is_file())
         if not files:
-            raise refuse(flag, given, "holds no file" if path.is_dir() else "matches no file")
+            raise refuse("--input", given, "holds no file" if path.is_dir() else "matches no file")
         for name, file in files:
             found.setdefault(file.resolve(), name)
     return [(name, path) for path, name in found.items()]
@@ -304,7 +301,10 @@ def read_documents(
             if format == "jsonl":
                 yield from _json_lines(name, path, stream, json_key, flag)
             elif split_documents == "blank-line":
-                yield from _paragraphs(name, stream)
+                for is_text, lines in itertools.groupby(enumerate(stream, 1), lambda line: bool(line[1].strip())):
+                    if is_text:
+                        numbers, texts = zip(*lines, strict=True)
+                        yield f"{name}:{numbers[0]}", b"".join(texts)
             else:
                 data = stream.read()
                 if data.strip():
@@ -354,13 +354,6 @@ def _json_lines(name: str, path: Path, stream: Iterable[bytes], key: str, flag: 
             raise refuse(flag, path, f"line {number} holds no text under --json-key {key}") from None
         if data.strip():
             yield f"{name}:{number}", data
-
-
-def _paragraphs(name: str, stream: Iterable[bytes]) -> Iterator[Document]:
-    for is_text, lines in itertools.groupby(enumerate(stream, 1), lambda line: bool(line[1].strip())):
-        if is_text:
-            numbers, texts = zip(*lines, strict=True)
-            yield f"{name}:{numbers[0]}", b"".join(texts)
 
 
 @contextlib.contextmanager

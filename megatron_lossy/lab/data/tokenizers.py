@@ -59,7 +59,11 @@ def build_tokenizer(name: str) -> Tokenizer:
     kind, _, source = name.partition(":")
     if name == "byte":
         vocabulary = [(i, f"<0x{i:02X}>") for i in range(256)]
-        return Tokenizer(name, "ByteTokenizer", 257, 256, _of_bytes, lambda: vocabulary)
+
+        def of_bytes(data: bytes) -> np.ndarray:
+            return np.frombuffer(data, dtype=np.uint8).astype(np.int32)
+
+        return Tokenizer(name, "ByteTokenizer", 257, 256, of_bytes, lambda: vocabulary)
     if kind not in _LIBRARIES or not source:
         raise refuse("--tokenizer", name, f"must be {NAMES}")
     package, load = _LIBRARIES[kind]
@@ -78,10 +82,6 @@ def padded_vocab_size(vocab_size: int, divisible_by: int = 128, tensor_parallel:
     """Return ``vocab_size`` rounded up to a multiple of ``divisible_by * tensor_parallel``, as Megatron pads it."""
     multiple = divisible_by * tensor_parallel
     return -(-vocab_size // multiple) * multiple
-
-
-def _of_bytes(data: bytes) -> np.ndarray:
-    return np.frombuffer(data, dtype=np.uint8).astype(np.int32)
 
 
 def _of_transformers(name: str, source: str) -> Tokenizer:
@@ -108,14 +108,10 @@ def _of_sentencepiece(name: str, source: str) -> Tokenizer:
     def encode(data: bytes) -> np.ndarray:
         return np.array(model.encode(data.decode()), dtype=np.int32)
 
-    return Tokenizer(
-        name,
-        "SentencePieceTokenizer",
-        size,
-        model.eos_id(),
-        encode,
-        lambda: enumerate(map(model.id_to_piece, range(size))),
-    )
+    def vocabulary() -> Iterable[tuple[int, str]]:
+        return enumerate(map(model.id_to_piece, range(size)))
+
+    return Tokenizer(name, "SentencePieceTokenizer", size, model.eos_id(), encode, vocabulary)
 
 
 _LIBRARIES = {"hf": ("transformers", _of_transformers), "sentencepiece": ("sentencepiece", _of_sentencepiece)}

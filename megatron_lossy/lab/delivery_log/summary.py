@@ -72,13 +72,10 @@ def summary_text(folder: DeliveryLogFolder) -> str:
     iterations = sum(last - first + 1 for ranges in covered for first, last in ranges)
     size = sum(file.path.stat().st_size for file in folder.files)
     first, last = min(ranges[0][0] for ranges in covered), max(ranges[-1][1] for ranges in covered)
-    lines = [
-        (
-            f"{folder.path}: iterations {first} to {last}, {len(folder.files)} files of {len(folder.ranks)} writing ranks, "
-            f"{size:,} bytes, {size / iterations:,.1f} per iteration and writing rank"
-        ),
-        f"flags: {' '.join(as_flag(LossyConfig, name, value) for name, value in given(config).items())}",
-    ]
+    files = f"{len(folder.files)} files of {len(folder.ranks)} writing ranks"
+    bytes_each = f"{size:,} bytes, {size / iterations:,.1f} per iteration and writing rank"
+    flags = " ".join(as_flag(LossyConfig, name, value) for name, value in given(config).items())
+    lines = [f"{folder.path}: iterations {first} to {last}, {files}, {bytes_each}", f"flags: {flags}"]
     found = summarize(folder)
     for phase in RATES:
         if not found.get(phase) and phase in PHASES:
@@ -98,17 +95,12 @@ def percent(share: float) -> str:
 
 def _lines(counts: Rates) -> list[str]:
     rates = counts.rates
-    low, high = (np.unravel_index(pick(rates), rates.shape) for pick in (np.nanargmin, np.nanargmax))
+    ends = (np.unravel_index(pick(rates), rates.shape) for pick in (np.nanargmin, np.nanargmax))
+    low, high = (f"{percent(rates[link])} ({link[0]} to {link[1]})" for link in ends)
     return [
         f"  lost      {counts.lost.sum():,} of {counts.sent.sum():,} units, {percent(counts.mean)}",
-        (
-            f"  per link  lowest {percent(rates[low])} ({low[0]} to {low[1]}), mean {percent(np.nanmean(rates))}, "
-            f"highest {percent(rates[high])} ({high[0]} to {high[1]})"
-        ),
+        f"  per link  lowest {low}, mean {percent(np.nanmean(rates))}, highest {high}",
     ]
-
-
-# --- messages between stages -----------------------------------------------------------------------------------------
 
 
 def message_totals(rows: Iterable[tuple[int, Row]]) -> dict[tuple[str, str], Counter[str]]:
@@ -133,12 +125,10 @@ def _message_lines(total: Counter[str]) -> list[str]:
     def share(count: str, of: str) -> str:
         return percent(total[count] / max(1, total[of]))
 
+    again = f"{total['again']:,} of {total['messages']:,} messages, {share('again', 'messages')} of these"
     return [
         f"  lost      {total['lost']:,} of {total['packets']:,} packets, {share('lost', 'packets')}",
         f"  repaired  {total['repaired']:,} by parity, {share('repaired', 'lost')} of lost packets",
-        (
-            f"  again     {total['asked']:,} packets of {total['again']:,} of {total['messages']:,} messages, "
-            f"{share('again', 'messages')} of these"
-        ),
+        f"  again     {total['asked']:,} packets of {again}",
         f"  zeros     {total['zeros']:,} packets, {share('zeros', 'packets')}",
     ]

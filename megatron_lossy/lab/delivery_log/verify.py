@@ -5,6 +5,7 @@ A draw depends on nothing but the flags in a file's note and the row, so that dr
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -52,9 +53,8 @@ def _check_files(
     for number, file in enumerate(files):
         previous = files[number - 1] if number else None
         if previous is not None and file.first > previous.last + 1:
-            verdict.problems.append(
-                f"rank {rank}: no {verdict.what} of iterations {previous.last + 1} to {file.first - 1}"
-            )
+            gap = f"iterations {previous.last + 1} to {file.first - 1}"
+            verdict.problems.append(f"rank {rank}: no {verdict.what} of {gap}")
             break
         try:
             verdict.rows += check(file)
@@ -79,29 +79,27 @@ def _check_source(file: LogFile | LogPath, meta: Meta, first: Meta) -> None:
         raise BadLog(file.path, file.first, f"was written by rank {meta.rank}")
 
 
-# --- deliveries ------------------------------------------------------------------------------------------------------
-
-
 def verify(folder: DeliveryLogFolder) -> Verdict:
     """Read all deliveries; check rows, bitmaps, digests, gaps, missing ranks, and that ranks agree."""
-    verdict = Verdict()
-    redrawn = Redraws()
+    verdict, redrawn, first = Verdict(), Redraws(), _first_note(folder)
+
+    def check(file: LogFile) -> int:
+        _check_source(file, file.meta, file.meta if first is None else first)
+        count = 0
+        for group in range(len(file.groups)):
+            rows = file.read(group)
+            for key, part in rows.exchanges.items():
+                _check_exchange(file, rows[part], key, folder, redrawn)
+            count += len(rows)
+        return count
+
     for rank, files in folder.ranks.items():
-        verdict.usable[rank] = _check_files(rank, files, lambda file: _check_file(file, folder, redrawn), verdict)
-    verdict.problems += _missing_ranks(folder)
+        verdict.usable[rank] = _check_files(rank, files, check, verdict)
+    with contextlib.suppress(BadLog):  # reported already
+        streams = sorted({name for name, _ in folder.writers})
+        missing = {(name, rank) for name in streams for rank in range(folder.size(name))} - folder.writers.keys()
+        verdict.problems += [f"no records of rank {rank} of {name}" for name, rank in sorted(missing)]
     return verdict
-
-
-def _check_file(file: LogFile, folder: DeliveryLogFolder, redrawn: Redraws) -> int:
-    first = _first_note(folder)
-    _check_source(file, file.meta, file.meta if first is None else first)
-    count = 0
-    for group in range(len(file.groups)):
-        rows = file.read(group)
-        for key, part in rows.exchanges.items():
-            _check_exchange(file, rows[part], key, folder, redrawn)
-        count += len(rows)
-    return count
 
 
 def _check_exchange(
@@ -130,29 +128,13 @@ def _check_exchange(
 
 
 def _equal(rows: LogRows, theirs: LogRows) -> bool:
+    names = ("bucket", "source", "destination", "lost")
     return (
         len(rows) == len(theirs)
-        and all(
-            np.array_equal(getattr(rows, name), getattr(theirs, name)) for name in ("bucket", "source", "destination")
-        )
-        and np.array_equal(rows.lost, theirs.lost)
+        and all(np.array_equal(getattr(rows, name), getattr(theirs, name)) for name in names)
         and rows.bitmap.equals(theirs.bitmap)
         and rows.digest.equals(theirs.digest)
     )
-
-
-def _missing_ranks(folder: DeliveryLogFolder) -> list[str]:
-    try:
-        streams = {name for name, _ in folder.writers}
-        missing = [
-            f"no records of rank {rank} of {stream}"
-            for stream in sorted(streams)
-            for rank in range(folder.size(stream))
-            if (stream, rank) not in folder.writers
-        ]
-    except BadLog:
-        return []  # reported already
-    return missing
 
 
 def _first_note(folder: DeliveryLogFolder) -> Meta | None:
@@ -161,9 +143,6 @@ def _first_note(folder: DeliveryLogFolder) -> Meta | None:
         return folder.files[0].meta
     except BadLog:
         return None
-
-
-# --- events ----------------------------------------------------------------------------------------------------------
 
 
 def verify_events(folder: Path, deliveries: DeliveryLogFolder | None = None) -> Verdict:

@@ -62,9 +62,8 @@ def ready(findings: Sequence[Finding]) -> bool:
 
 def main(arguments: Sequence[str]) -> int:
     """Print the findings; returns the exit status."""
-    parser = ArgumentParser(
-        f"python -m {PROGRAM}", description="Is this machine ready to train with loss?", allow_abbrev=False
-    )
+    question = "Is this machine ready to train with loss?"
+    parser = ArgumentParser(f"python -m {PROGRAM}", description=question, allow_abbrev=False)
     checkout = "checkout of Megatron-LM, whose Megatron is looked at instead of an installed wheel"
     parser.add_argument("--megatron-lm", metavar="PATH", help=checkout)
     step = "two-process step: on the accelerators if there are two, else on the CPU (auto, the default); on the CPU; or none"
@@ -75,26 +74,19 @@ def main(arguments: Sequence[str]) -> int:
     add = parser.add_argument_group("a link between sites, measured for plan, and nothing else").add_argument
     link = "measure the link to a host that runs --serve; of two ranks of a launcher rank 0 serves at this address"
     add("--link", metavar="HOST:PORT", help=link)
-    add(
-        "--serve",
-        type=int,
-        metavar="PORT",
-        help="let another host measure the link to this one, over IPv4; TCP and UDP",
-    )
+    serve = "let another host measure the link to this one, over IPv4; TCP and UDP"
+    add("--serve", type=int, metavar="PORT", help=serve)
     add("--full", action="store_true", help="fill the link for 8 s each way, not for 0.4 s")
-    add(
-        "--key-file",
-        metavar="FILE",
-        help="secret that both ends share; without it anybody who can reach --serve may measure",
-    )
+    key = "secret that both ends share; without it anybody who can reach --serve may measure"
+    add("--key-file", metavar="FILE", help=key)
     add("--out", default="link.json", metavar="FILE", help="of --link; default link.json")
     title = "network: with --transport udp or stream the links between all ranks are tried, and nothing else"
-    add_flags(parser, LossyConfig, title, only=_of_the_network)
+    others = ("transport", "packet_bytes", "lossy_links")
+    add_flags(parser, LossyConfig, title, only=lambda name: name in others or name.startswith("udp_"))
     config = parser.parse_args(arguments)
     if config.megatron_lm is not None and not Path(config.megatron_lm, "megatron", "core").is_dir():
-        raise refuse(
-            "--megatron-lm", config.megatron_lm, "must be a checkout of Megatron-LM; there is no megatron/core"
-        )
+        why = "must be a checkout of Megatron-LM; there is no megatron/core"
+        raise refuse("--megatron-lm", config.megatron_lm, why)
     if config.link is not None or config.serve is not None:
         _examine_link(config)
         return 0
@@ -112,12 +104,8 @@ def main(arguments: Sequence[str]) -> int:
     else:
         findings = examine(config)
     if config.json:
-        content = {
-            "ready": ready(findings),
-            "megatron-lossy": __version__,
-            "findings": [asdict(f) for f in findings],
-        }
-        print(json.dumps(content, indent=1))
+        content = {"ready": ready(findings), "megatron-lossy": __version__}
+        print(json.dumps({**content, "findings": [asdict(found) for found in findings]}, indent=1))
     else:
         print(report(findings))
     return 0 if ready(findings) else 1
@@ -151,7 +139,3 @@ def _examine_link(config: argparse.Namespace) -> None:
         write_text(config.out, json.dumps(found, indent=1) + "\n")
     print(json.dumps(found, indent=1))
     print(f"wrote {config.out}, for python -m megatron_lossy plan --link {config.out}")
-
-
-def _of_the_network(name: str) -> bool:
-    return name in ("transport", "packet_bytes", "lossy_links") or name.startswith("udp_")

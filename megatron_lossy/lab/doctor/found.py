@@ -91,9 +91,8 @@ def apex() -> Finding:
     """Return NVIDIA's Apex. PyPI does not have it: the package of that name there is another one."""
     spec = importlib.util.find_spec("apex")
     if spec is None or not spec.submodule_search_locations:
-        return _finding(
-            "NVIDIA Apex", "absent", "not installed; Megatron then uses torch's or Transformer Engine's kernels"
-        )
+        text = "not installed; Megatron then uses torch's or Transformer Engine's kernels"
+        return _finding("NVIDIA Apex", "absent", text)
     where = Path(next(iter(spec.submodule_search_locations)))
     if not (where / "multi_tensor_apply").is_dir():
         text = f"{where} is not NVIDIA's but PyPI's apex, which has nothing to do with it: pip uninstall apex"
@@ -130,10 +129,8 @@ def _backends(torch: Any) -> list[Finding]:
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if distributed.is_nccl_available() else None
     hccl = "registered" if "hccl" in distributed.Backend.backend_list else None
     gloo = "available" if distributed.is_gloo_available() else None
-    return [
-        _finding(name, "ok" if text else "absent", text or "not available")
-        for name, text in (("NCCL", nccl), ("HCCL", hccl), ("gloo", gloo))
-    ]
+    found = {"NCCL": nccl, "HCCL": hccl, "gloo": gloo}.items()
+    return [_finding(name, "ok" if text else "absent", text or "not available") for name, text in found]
 
 
 def devices() -> tuple[str, int, list[Finding]]:
@@ -188,9 +185,8 @@ def hook_targets(training: bool) -> list[Finding]:
         absent = f"; {len(own) - found} are not in this version, which needs none" if found < len(own) else ""
         if own:
             findings.append(Finding("hooks", module, "ok", f"{found} attributes would be replaced{absent}"))
-    return findings + [
-        Finding("hooks", check.target.partition(":")[2], "problem", check.problem) for check in checks if check.problem
-    ]
+    wrong = [(check.target.partition(":")[2], check.problem) for check in checks if check.problem]
+    return findings + [Finding("hooks", name, "problem", problem) for name, problem in wrong]
 
 
 @contextlib.contextmanager

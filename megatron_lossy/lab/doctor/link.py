@@ -229,9 +229,8 @@ def _measured(peer: Peer, where: str, full: bool) -> dict[str, Any]:
         if len(peer.arrivals.echoes) >= 5:
             break
     if not peer.arrivals.echoes:
-        raise refuse(
-            "--link", where, "the other doctor answers, but no datagram comes back; is UDP blocked on the way?"
-        )
+        why = "the other doctor answers, but no datagram comes back; is UDP blocked on the way?"
+        raise refuse("--link", where, why)
     quiet = 2 * statistics.median(took for _, took in peer.arrivals.echoes) / 1e9 + 0.2
 
     def asked(**words: Any) -> dict[str, Any]:

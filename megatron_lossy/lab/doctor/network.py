@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime
 import os
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,17 +31,6 @@ if TYPE_CHECKING:
 _SHARD = 2**18  # float32 values: 1 MiB to each rank
 _EXCHANGES = 10
 _MUCH = 0.05
-
-
-@dataclass(frozen=True)
-class Reception:
-    """The data that one rank got from another: the share lost, round trip in seconds, bytes per second towards it."""
-
-    rank: int
-    source: int
-    lost: float
-    round_trip: float
-    rate: float
 
 
 def examine_network(config: LossyConfig) -> list[Finding]:
@@ -97,9 +86,8 @@ def _packets(engine: Engine) -> list[Finding]:
     most = min(mtu, 65_535) - (engine.datagram - packet) - (48 if ":" in engine.address else 28)
     text = f"MTU {mtu:,}: --packet-bytes {packet} of at most {most // 64 * 64} in steps of 64"
     if packet > most:
-        return [
-            Finding("network", "packets", "problem", f"MTU {mtu:,}: --packet-bytes {packet} must be at most {most}")
-        ]
+        text = f"MTU {mtu:,}: --packet-bytes {packet} must be at most {most}"
+        return [Finding("network", "packets", "problem", text)]
     if most >= 4 * packet:
         text += ", if all hops to all hosts have such an MTU: fewer packets take less CPU"
     return [Finding("network", "packets", "ok", text)]
@@ -121,17 +109,21 @@ def _links(config: LossyConfig, here: list[Finding]) -> list[Finding]:
     if strangers := end_for(config).counters().get("strangers"):
         text = f"{strangers} connections of others, or with another key, were refused"
         here.append(Finding("network", "strangers", "warning", text))
-    mine = {
-        "findings": here,
-        "receptions": [
-            Reception(rank, peer, float(lost[peer]), found["rtt_min"], found["rate"]) for peer, found in rates.items()
-        ],
-        "seconds": sorted(took)[len(took) // 2],
-    }
+    receptions = []
+    for peer, found in rates.items():
+        gone, trip, rate = float(lost[peer]), 1e3 * found["rtt_min"], found["rate"] / 1e6
+        text = f"{100 * gone:.2f} % lost, round trip {trip:.1f} ms, {rate:.0f} MB/s at most the other way"
+        status = "warning" if gone > _MUCH else "ok"
+        receptions.append(Finding("network", f"rank {peer} to {rank}", status, text))
+    here = [replace(found, name=f"rank {rank}, {found.name}") for found in here]
     everyone: list = [None] * size
-    dist.all_gather_object(everyone, mine)
+    dist.all_gather_object(everyone, (here, receptions, sorted(took)[len(took) // 2]))
     group.close()
-    return [*_rule(config), *_report(everyone)] if rank == 0 else []
+    slowest = 1e3 * max(seconds for *_, seconds in everyone)
+    text = f"{_SHARD * 4 / 2**20:.0f} MiB from each rank to all: {slowest:.0f} ms (median of {_EXCHANGES})"
+    exchange = Finding("network", "exchange", "ok", text)
+    found = [one for own in (0, 1) for report in everyone for one in report[own]]
+    return [*_rule(config), *found, exchange] if rank == 0 else []
 
 
 def _rule(config: LossyConfig) -> list[Finding]:
@@ -145,18 +137,3 @@ def _rule(config: LossyConfig) -> list[Finding]:
     }
     rule = config.udp_rate_rule[0]
     return [Finding("network", "rates", "ok", f"--udp-rate {rule}: {needs[rule]}")]
-
-
-def _report(everyone: list[dict]) -> list[Finding]:
-    findings = []
-    for rank, report in enumerate(everyone):
-        for found in report["findings"]:
-            findings.append(replace(found, name=f"rank {rank}, {found.name}"))
-    for report in everyone:
-        for link in report["receptions"]:
-            status = "warning" if link.lost > _MUCH else "ok"
-            text = f"{100 * link.lost:.2f} % lost, round trip {1e3 * link.round_trip:.1f} ms, {link.rate / 1e6:.0f} MB/s at most the other way"
-            findings.append(Finding("network", f"rank {link.source} to {link.rank}", status, text))
-    slowest = max(report["seconds"] for report in everyone)
-    text = f"{_SHARD * 4 / 2**20:.0f} MiB from each rank to all: {1e3 * slowest:.0f} ms (median of {_EXCHANGES})"
-    return [*findings, Finding("network", "exchange", "ok", text)]

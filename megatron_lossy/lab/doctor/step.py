@@ -35,7 +35,6 @@ def try_step(kind: str, checkout: str | None) -> Finding:
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         try:
-            _write_data(folder)
             loss, lost = _train(kind, checkout, folder)
         except (RuntimeError, OSError) as error:
             return Finding("step", name, "problem", f"failed: {error}")
@@ -45,17 +44,13 @@ def try_step(kind: str, checkout: str | None) -> Finding:
     return Finding("step", name, "ok", f"{text}, {time.monotonic() - started:.0f} s")
 
 
-def _write_data(folder: str) -> None:
-    from ..data import build_tokenizer, write_indexed
-
-    text = (Path(__file__).parents[2] / "config" / "lossy_config.py").read_bytes()
-    write_indexed([("lossy_config.py", text)], os.path.join(folder, "data"), build_tokenizer("byte"))
-
-
 def _train(kind: str, checkout: str | None, folder: str) -> tuple[float, float]:
     """Return the last training loss, and the share of lost gradient packets."""
-    arguments = ["megatron_lossy.train", *_FLAGS, "--data-path", os.path.join(folder, "data")]
-    arguments += ["--metrics-dir", os.path.join(folder, "run")]
+    from ..data import build_tokenizer, write_indexed
+
+    text, data = (Path(__file__).parents[2] / "config" / "lossy_config.py").read_bytes(), os.path.join(folder, "data")
+    write_indexed([("lossy_config.py", text)], data, build_tokenizer("byte"))
+    arguments = ["megatron_lossy.train", *_FLAGS, "--data-path", data, "--metrics-dir", os.path.join(folder, "run")]
     more = {"CUDA_VISIBLE_DEVICES": "", "HABANA_VISIBLE_MODULES": ""} if kind == "cpu" else {}
     path = [str(Path(checkout).resolve())] if checkout else []
     done = torchrun(2, arguments, path, more | ENVIRONMENT.get(kind, {}), folder)

@@ -93,10 +93,12 @@ def describe(plan: Plan) -> list[str]:
     """Return the lines of a dry run about the run."""
     train = plan.train
     tensor, pipeline = train.tensor_model_parallel_size, train.pipeline_model_parallel_size
-    data = train.data_parallel_size(plan.ranks)
+    data, nodes = train.data_parallel_size(plan.ranks), plan.launch.nodes
+    each = f" for each {plan.jobs.name}" if plan.jobs.apart else ""
+    place = f"{plan.ranks} on {nodes} node{'s' if nodes > 1 else ''}{each}"
     lines = [
         f"run      {plan.folder}, from iteration {done_iterations(plan)} to {plan.train.train_iters}",
-        (f"ranks    {_place(plan)}: data {data} x tensor {tensor} x pipeline {pipeline}"),
+        f"ranks    {place}: data {data} x tensor {tensor} x pipeline {pipeline}",
         *_jobs(plan),
         f"loss     {plan.lossy.describe()}",
         *estimates(plan),
@@ -105,11 +107,6 @@ def describe(plan: Plan) -> list[str]:
     if (seen := epochs_of(plan)) is not None:
         lines.append(f"data     {seen:.3g} epochs of {' '.join(plan.train.data_path)}")
     return lines
-
-
-def _place(plan: Plan) -> str:
-    nodes, each = plan.launch.nodes, f" for each {plan.jobs.name}" if plan.jobs.apart else ""
-    return f"{plan.ranks} on {nodes} node{'s' if nodes > 1 else ''}{each}"
 
 
 def _jobs(plan: Plan) -> list[str]:
@@ -135,13 +132,11 @@ def _sites(plan: Plan) -> list[str]:
     )
     ranks = plan.ranks // lossy.sites
     sent = f"{grad:.3g} GB of gradients and {param:.3g} GB of parameters"
-    lines = [
-        f"sites    {lossy.sites} of {ranks} rank{'s'[: ranks != 1]}; out of each {sent} an iteration, and as much into it"
-    ]
+    of = f"{lossy.sites} of {ranks} rank{'s'[: ranks != 1]}"
+    lines = [f"sites    {of}; out of each {sent} an iteration, and as much into it"]
     if (rate := lossy.udp_bytes_per_second) is not None:
-        lines.append(
-            f"         at --udp-rate {' '.join(lossy.udp_rate)} in {1e9 * (grad + param) / rate:.3g} s at least"
-        )
+        seconds = 1e9 * (grad + param) / rate
+        lines.append(f"         at --udp-rate {' '.join(lossy.udp_rate)} in {seconds:.3g} s at least")
     return lines
 
 
@@ -169,9 +164,8 @@ def all_checkpoints(plan: Plan) -> str:
     there = next(path for path in [plan.folder.absolute(), *plan.folder.absolute().parents] if path.exists())
     free = shutil.disk_usage(there).free
     short = "" if size <= free else f": more than the {free / GIB:,.1f} GiB that are free at {there}; see --save-retain"
-    return (
-        f"kept     {size / GIB:,.1f} GiB in at most {plan.checkpoints} checkpoint{'s'[: plan.checkpoints != 1]}{short}"
-    )
+    number = f"{plan.checkpoints} checkpoint{'s'[: plan.checkpoints != 1]}"
+    return f"kept     {size / GIB:,.1f} GiB in at most {number}{short}"
 
 
 if __name__ == "__main__":

@@ -115,12 +115,9 @@ def check_memory(plan: Plan) -> StageMemory:
     found = estimate(plan.train, plan.lossy, plan.layout, plan.device)
     memory = plan.device.memory
     if memory is not None and found.total > memory:
-        raise refuse(
-            "--device",
-            plan.launch.device,
-            f"has {memory / GIB:.1f} GiB, pipeline stage {found.stage} needs {found.total / GIB:.1f} GiB; raise "
-            "--tensor-model-parallel-size or --pipeline-model-parallel-size, or lower --micro-batch-size",
-        )
+        needs = f"pipeline stage {found.stage} needs {found.total / GIB:.1f} GiB"
+        mend = "raise --tensor-model-parallel-size or --pipeline-model-parallel-size, or lower --micro-batch-size"
+        raise refuse("--device", plan.launch.device, f"has {memory / GIB:.1f} GiB, {needs}; {mend}")
     return found
 
 
@@ -145,12 +142,9 @@ def describe_network(plan: Plan, memory: StageMemory) -> list[str]:
     if share is None:
         return []
     staging, host, threads = share
-    lines = [
-        (
-            f"{plan.lossy.transport:8} {host / GIB:.2f} GiB of the host and {threads} thread{'s'[: threads != 1]} a rank; "
-            f"{ranks * host / GIB:.1f} GiB and {ranks * threads} threads a node of {ranks}"
-        )
-    ]
+    of_rank = f"{host / GIB:.2f} GiB of the host and {threads} thread{'s'[: threads != 1]} a rank"
+    of_node = f"{ranks * host / GIB:.1f} GiB and {ranks * threads} threads a node of {ranks}"
+    lines = [f"{plan.lossy.transport:8} {of_rank}; {of_node}"]
     if staging:
         pinned = " page-locked" if plan.device.kind == "cuda" else " for copies"
         lines.append(f"         of these {staging / GIB:.2f} GiB{pinned} (--udp-memory)")
@@ -161,11 +155,8 @@ def check_host_memory(plan: Plan, memory: StageMemory) -> None:
     """Raise :class:`UsageError` if the ranks of this node may take more memory for messages than it has."""
     share, ranks, has = network_memory(plan, memory), ranks_of_node(plan), psutil.virtual_memory().total
     if share is not None and ranks * share[1] > has:
-        raise refuse(
-            "--udp-memory",
-            plan.lossy.udp_memory,
-            f"takes up to {share[1] / GIB:.1f} GiB of each of {ranks} ranks of a node, and this one has {has / GIB:.1f} GiB",
-        )
+        most = f"{share[1] / GIB:.1f} GiB of each of {ranks} ranks of a node"
+        raise refuse("--udp-memory", plan.lossy.udp_memory, f"takes up to {most}, and this one has {has / GIB:.1f} GiB")
 
 
 def check_data(plan: Plan) -> None:
@@ -182,11 +173,8 @@ def check_data(plan: Plan) -> None:
     problems.finish()
     if (seen := epochs_of(plan)) > plan.launch.max_epochs:
         need, have = plan.train.tokens / 1e9, plan.train.tokens / seen / 1e9
-        raise refuse(
-            "--data-path",
-            " ".join(plan.train.data_path),
-            f"has {have:.3g} G tokens for a run of {need:.3g} G, {seen:.3g} epochs; give more text, or --max-epochs",
-        )
+        why = f"has {have:.3g} G tokens for a run of {need:.3g} G, {seen:.3g} epochs; give more text, or --max-epochs"
+        raise refuse("--data-path", " ".join(plan.train.data_path), why)
 
 
 def epochs_of(plan: Plan) -> float | None:

@@ -46,11 +46,8 @@ def check_shape(plan: Plan) -> None:
     """Raise :class:`UsageError` unless the accelerators fill whole nodes."""
     launch = plan.launch
     if launch.nodes > 1 and launch.accelerators % launch.accelerators_per_node:
-        raise refuse(
-            "--accelerators",
-            launch.accelerators,
-            f"must fill nodes of --accelerators-per-node {launch.accelerators_per_node}",
-        )
+        why = f"must fill nodes of --accelerators-per-node {launch.accelerators_per_node}"
+        raise refuse("--accelerators", launch.accelerators, why)
 
 
 def ranks_of_node(plan: Plan) -> int:
@@ -77,11 +74,8 @@ def _torchrun(plan: Plan) -> list[str]:
     if launch.nodes == 1 and launch.rdzv_endpoint is None:
         command.append("--standalone")
     elif launch.rdzv_endpoint is None:
-        raise refuse(
-            "--accelerators",
-            launch.accelerators,
-            f"{launch.nodes} nodes need --rdzv-endpoint HOST:PORT, the same on all",
-        )
+        why = f"{launch.nodes} nodes need --rdzv-endpoint HOST:PORT, the same on all"
+        raise refuse("--accelerators", launch.accelerators, why)
     else:
         command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", launch.rdzv_endpoint]
         command += ["--rdzv-id", plan.folder.name]
@@ -192,11 +186,8 @@ def check_job(plan: Plan, environment: Mapping[str, str]) -> None:
     if has != launch.nodes:
         share, rest = divmod(launch.accelerators, has)
         must = "" if rest else f"must be {share}: "
-        raise refuse(
-            "--accelerators-per-node",
-            launch.accelerators_per_node,
-            f"{must}the Slurm job has {has} nodes for {launch.accelerators} ranks",
-        )
+        why = f"{must}the Slurm job has {has} nodes for {launch.accelerators} ranks"
+        raise refuse("--accelerators-per-node", launch.accelerators_per_node, why)
 
 
 def run_in_job(plan: Plan, command: Sequence[str], environment: Mapping[str, str]) -> int:

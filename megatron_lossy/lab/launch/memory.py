@@ -95,11 +95,8 @@ class StageMemory:
 
 def parameters(config: TrainConfig, vocab_size: int) -> int:
     """Return weights of the whole model, with the vocabulary as it is padded."""
-    vocab = _padded(config, vocab_size)
-    matrices = 1 if config.share_embeddings_and_output_weights else 2
-    return config.num_layers * (_matrices(config) + 2 * config.hidden_size) + (
-        matrices * vocab * config.hidden_size + config.hidden_size
-    )
+    tables = (1 if config.share_embeddings_and_output_weights else 2) * _padded(config, vocab_size)
+    return config.num_layers * (_matrices(config) + 2 * config.hidden_size) + (tables + 1) * config.hidden_size
 
 
 def checkpoint_bytes(config: TrainConfig, lossy: LossyConfig, layout: Layout, device: Device) -> float:
@@ -125,9 +122,8 @@ def _stage(config: TrainConfig, lossy: LossyConfig, layout: Layout, device: Devi
     first, last = stage == 0, stage == pipeline - 1
     weights = _weights(config, layout.vocab_size, first, last, pipeline)
     data = config.data_parallel_size(layout.world_size)
-    shards = max(
-        1, data // config.num_distributed_optimizer_instances // lossy.jobs().number
-    )  # each job shards all of it
+    each = data // config.num_distributed_optimizer_instances // lossy.jobs().number  # a job shards all of it
+    shards = max(1, each)
     batches = config.global_batch_size // config.micro_batch_size // data
     at_once = (pipeline - 1 - stage) * batches + 1 if lossy.async_pipeline else min(pipeline - stage, batches)
     optimizer = weights * (12 if config.bf16 else 8) / (shards if config.use_distributed_optimizer else 1)
@@ -145,14 +141,15 @@ def _stage(config: TrainConfig, lossy: LossyConfig, layout: Layout, device: Devi
     lost = {phase: 0.0 if shards == 1 else _share(lossy, phase, members) / inside for phase in PHASES}
     if inside > 1:
         components["parts of a site"] = weights * (_GRADIENT + compute) / inside
-    near = _ranks_without_datagrams(lossy, layout, tensor, shards)
+    near, node = 1, lossy.ranks_of_node  # ranks of a group that a rank reaches without datagrams, itself included
+    if node is not None:
+        near = min(shards, max(1, (node or layout.ranks_of_node) // tensor))
     components |= _loss(lossy, weights, compute, shards, lost, device)
     components |= _pieces(lossy, weights // inside, shards, near, device)
     saved = sum(components.get(name, 0.0) for name in _SAVED) if lossy.save_replicas else 0.0
     between = _between(lossy, weights / shards)
-    old = 0
-    if lossy.async_pipeline and not last:  # copies for later backward passes, the newest included
-        old = (pipeline - stage) * weights * compute
+    # Copies for later backward passes, the newest included.
+    old = (pipeline - stage) * weights * compute if lossy.async_pipeline and not last else 0
     if lossy.save_replicas:
         saved += sum(between.values()) + old
     components |= between | ({"old weights": old} if old else {})
@@ -223,14 +220,6 @@ def _loss(
     if masked and (grad or param):  # the selection covers one shard at a time
         components["selection"] = weights / shards * (_GRADIENT if grad else compute)
     return components
-
-
-def _ranks_without_datagrams(lossy: LossyConfig, layout: Layout, tensor: int, shards: int) -> int:
-    """Return ranks of a group that a rank exchanges with without datagrams, itself included."""
-    node = lossy.ranks_of_node
-    if node is None:
-        return 1
-    return min(shards, max(1, (node or layout.ranks_of_node) // tensor))
 
 
 def _pieces(lossy: LossyConfig, weights: int, shards: int, near: int, device: Device) -> dict[str, float]:

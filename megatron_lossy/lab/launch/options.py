@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...base.errors import Collector, UsageError, refuse
-from ...base.flags import flag, flag_name
+from ...base.flags import as_text, flag, flag_name
 
 GIB = 2**30
 
@@ -68,11 +68,8 @@ def check_tokenizer(name: str) -> None:
     if kind == "hf" and not os.path.isdir(source):
         cache = Path(os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME", "~/.cache/huggingface"), "hub"))
         if not (cache.expanduser() / f"models--{source.replace('/', '--')}").is_dir():
-            raise refuse(
-                "--tokenizer",
-                name,
-                f"is neither a folder nor in {cache}; download it once, or give hf:FOLDER or sentencepiece:FILE",
-            )
+            why = f"is neither a folder nor in {cache}; download it once, or give hf:FOLDER or sentencepiece:FILE"
+            raise refuse("--tokenizer", name, why)
 
 
 _OF_CONTAINERS = ("container_image", "container_mounts")
@@ -85,36 +82,30 @@ class LaunchConfig:
     program: str | None = flag(
         None,
         "what every rank runs: Megatron-LM's pretrain_gpt.py, by its path, or train, our own trainer",
-        type=str,
         metavar="SCRIPT",
     )
     out: str | None = flag(
         None,
         "folder of the runs, on a disk that all nodes share; a run is a folder in it, named by its --rate",
-        type=str,
         metavar="FOLDER",
     )
     rate: float | None = flag(
-        None, "loss rate of gradients and parameters; without it the loss flags decide", type=float, metavar="P"
+        None, "loss rate of gradients and parameters; without it the loss flags decide", metavar="P"
     )
-    rates: tuple[float, ...] = flag(
-        (0.0, 0.1, 0.2, 0.3, 0.4), "the rates of a sweep", type=float, nargs="+", metavar="P"
-    )
+    rates: tuple[float, ...] = flag((0.0, 0.1, 0.2, 0.3, 0.4), "the rates of a sweep", metavar="P")
     rate_index: int | None = flag(
-        None, "take this one of --rates, counted from 0: the index of a Slurm array", type=int, metavar="I"
+        None, "take this one of --rates, counted from 0: the index of a Slurm array", metavar="I"
     )
     launcher: str = flag(
         "torchrun",
         "what starts the ranks: torchrun on every node, or srun in a Slurm job",
         choices=("torchrun", "srun"),
     )
-    device: str | None = flag(None, "accelerator, whose memory the run must fit", type=str, choices=tuple(DEVICES))
-    accelerators: int | None = flag(None, "accelerators, which is ranks, of the run", type=int, metavar="N")
-    accelerators_per_node: int = flag(8, "accelerators of a node", metavar="N")
-    vocab_size: int = flag(32000, "vocabulary for the memory estimate (that of byte is known)", metavar="N")
-    environment: tuple[str, ...] | None = flag(
-        None, "environment variables of every rank", type=str, nargs="+", metavar="NAME=VALUE"
-    )
+    device: str | None = flag(None, "accelerator, whose memory the run must fit", choices=tuple(DEVICES))
+    accelerators: int | None = flag(None, "accelerators, which is ranks, of the run")
+    accelerators_per_node: int = flag(8, "accelerators of a node")
+    vocab_size: int = flag(32000, "vocabulary for the memory estimate (that of byte is known)")
+    environment: tuple[str, ...] | None = flag(None, "environment variables of every rank", metavar="NAME=VALUE")
     max_epochs: float = flag(
         4.0,
         "refuse a run that would read its training data more often; repeats up to 4 are about as good as new text "
@@ -122,29 +113,22 @@ class LaunchConfig:
         metavar="N",
     )
     rdzv_endpoint: str | None = flag(
-        None,
-        "torchrun on several nodes: host and port of one of them, the same on all",
-        type=str,
-        metavar="HOST:PORT",
+        None, "torchrun on several nodes: host and port of one of them, the same on all", metavar="HOST:PORT"
     )
-    max_restarts: int = flag(
-        0, "torchrun: start all ranks again, from the last checkpoint, after this many failures", metavar="N"
-    )
+    max_restarts: int = flag(0, "torchrun: start all ranks again, from the last checkpoint, after this many failures")
     master_port: int = flag(29500, "srun: port on the first node", metavar="PORT")
     container_image: str | None = flag(
-        None, "image that pyxis (enroot) of srun, or --render, runs the ranks in", type=str, metavar="IMAGE"
+        None, "image that pyxis (enroot) of srun, or --render, runs the ranks in", metavar="IMAGE"
     )
     container_mounts: str | None = flag(
         None,
         "what is mounted in it, SOURCE:TARGET,…; of k8s a source is a volume claim, of skypilot a bucket",
-        type=str,
         metavar="MOUNTS",
     )
     render: str | None = flag(
         None,
         "with --rendezvous and without --island: print the run as YAML for Kubernetes, with a JobSet for each island, "
         "or as a task of SkyPilot, and start nothing",
-        type=str,
         choices=("k8s", "skypilot"),
     )
     run: bool = flag(
@@ -176,11 +160,8 @@ class LaunchConfig:
             self._check("environment", "=" in pair[1:], "must be pairs NAME=VALUE")
         if self.rate is not None and self.rate_index is not None:
             raise refuse("--rate-index", self.rate_index, "cannot be combined with --rate")
-        self._check(
-            "rate_index",
-            self.rate_index is None or 0 <= self.rate_index < len(self.rates),
-            f"must be from 0 to {len(self.rates) - 1}, the last of --rates",
-        )
+        fine = self.rate_index is None or 0 <= self.rate_index < len(self.rates)
+        self._check("rate_index", fine, f"must be from 0 to {len(self.rates) - 1}, the last of --rates")
         for name, launcher in (
             ("rdzv_endpoint", "torchrun"),
             ("render", "torchrun"),
@@ -192,16 +173,13 @@ class LaunchConfig:
 
     def _check(self, name: str, good: bool, allowed: str) -> None:
         if not good:
-            value = getattr(self, name)
-            shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
-            raise refuse(flag_name(LaunchConfig, name), shown, allowed)
+            raise refuse(flag_name(LaunchConfig, name), as_text(getattr(self, name)), allowed)
 
     def check_program(self) -> None:
         """Raise :class:`UsageError` unless the program is there."""
         if not self.trainer and not os.path.isfile(self.program or ""):
-            raise refuse(
-                "--program", self.program, "must be train or a file, for example Megatron-LM's pretrain_gpt.py"
-            )
+            why = "must be train or a file, for example Megatron-LM's pretrain_gpt.py"
+            raise refuse("--program", self.program, why)
 
     @property
     def chosen_rate(self) -> float | None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ...base.errors import ArgumentParser, Collector, UsageError, refuse
+from ...base.errors import ArgumentParser, Collector, UsageError, errors_in, refuse
 from ...base.flags import add_flags, did_you_mean, flag_name, from_namespace
 from ...base.jobs import Jobs
 from ...config import LossyConfig
@@ -132,9 +132,16 @@ def make_plan(arguments: Sequence[str], tasks: int | None = None) -> Plan:
         raise UsageError("--config: needs a value, for example configs/llama2_7b/cuda_dp64.yaml")
     recipe = read_recipe(first.config)
     missing = Collector()
-    note_origins_of([*_launch_words(recipe, first.config), *arguments], LaunchConfig)
+    with errors_in(f"--config {first.config}"):
+        words = recipe.with_origins(flag_arguments(recipe.launch, "launch"))
+    note_origins_of([*words, *arguments], LaunchConfig)
     with missing.noting():
-        launch, rest = _launch_config(parser, recipe, first.config, arguments)
+        with errors_in(f"--config {first.config}"):
+            namespace, unknown = parser.parse_known_args(words)
+            if unknown:
+                raise refuse("launch", unknown[0], f"must be a flag of python -m {PROGRAM}")
+        namespace, rest = parser.parse_known_args(arguments, namespace)
+        launch = from_namespace(LaunchConfig, namespace)
     if missing.found:
         _note_missing_of_training(missing, recipe, first.config, parser.parse_known_args(arguments)[1])
         missing.finish()
@@ -149,14 +156,17 @@ def make_plan(arguments: Sequence[str], tasks: int | None = None) -> Plan:
     _note_missing_of_training(missing, recipe, first.config, rest)
     with _with_error_of_program(launch):
         missing.finish()
-    folder = Path(launch.out) / (_rate_name(launch.chosen_rate) or Path(first.config).stem)
+    rate, name = launch.chosen_rate, Path(first.config).stem
+    if rate is not None:
+        name = f"p_{rate:.2f}" if round(rate, 2) == rate else f"p_{rate!r}"
+    folder = Path(launch.out) / name
     note_origins_of(
         [
-            *_launch_words(recipe, first.config),
+            *words,
             *_settings(recipe, first.config, rest),
             *recipe.with_origins(flag_arguments(recipe.megatron, "megatron")),
             *from_origin([flag_name(TrainConfig, name) for name in _FROM_OUT], "of --out"),
-            *from_origin(["--p-grad", "--p-param"] if launch.chosen_rate is not None else [], "of --rate"),
+            *from_origin(["--p-grad", "--p-param"] if rate is not None else [], "of --rate"),
             *arguments,
         ],
         LaunchConfig,
@@ -182,27 +192,6 @@ def _with_error_of_program(launch: LaunchConfig) -> Iterator[None]:
     problems.finish()
 
 
-def _launch_config(
-    parser: argparse.ArgumentParser, recipe: Recipe, file: str, arguments: Sequence[str]
-) -> tuple[LaunchConfig, list[str]]:
-    words = _launch_words(recipe, file)
-    try:
-        namespace, unknown = parser.parse_known_args(words)
-        if unknown:
-            raise refuse("launch", unknown[0], f"must be a flag of python -m {PROGRAM}")
-    except UsageError as error:
-        raise UsageError(f"--config {file}: {error}") from None
-    namespace, rest = parser.parse_known_args(arguments, namespace)
-    return from_namespace(LaunchConfig, namespace), rest
-
-
-def _launch_words(recipe: Recipe, file: str) -> list[str]:
-    try:
-        return recipe.with_origins(flag_arguments(recipe.launch, "launch"))
-    except UsageError as error:
-        raise UsageError(f"--config {file}: {error}") from None
-
-
 def _note_missing_of_training(missing: Collector, recipe: Recipe, file: str, rest: list[str]) -> None:
     """Note missing flags of the training, as far as the flags can be read."""
     with contextlib.suppress(UsageError):
@@ -219,10 +208,8 @@ def _note_missing_of_training(missing: Collector, recipe: Recipe, file: str, res
 
 def _settings(recipe: Recipe, file: str, rest: Sequence[str]) -> list[str]:
     """Return the flags below ``rest``: those of the preset that it names, then those of the file."""
-    try:
+    with errors_in(f"--config {file}"):
         settings = setting_arguments(recipe.settings)
-    except UsageError as error:
-        raise UsageError(f"--config {file}: {error}") from None
     return [*preset_arguments(rest), *recipe.with_origins(settings)]
 
 
@@ -254,9 +241,8 @@ def _program(
         known.island = 0  # all are alike but for their numbers
     train, lossy = configurations(known)
     if train.virtual_workers:
-        raise refuse(
-            "--virtual-workers", train.virtual_workers, "share one process: python -m megatron_lossy.train starts it"
-        )
+        why = "share one process: python -m megatron_lossy.train starts it"
+        raise refuse("--virtual-workers", train.virtual_workers, why)
     if launch.trainer:
         if from_command_line:
             flags = [word for word in from_command_line if word.startswith("--")]
@@ -265,18 +251,10 @@ def _program(
             raise UsageError(f"{' '.join(from_command_line)}: {why}")
         return train, lossy, ["megatron_lossy.train", *changed_arguments(train), *changed_arguments(lossy)], [], island
     for flag in _UNKNOWN_SIZES:
-        if _value(only_megatron, flag) not in (None, "1"):
-            raise refuse(
-                flag, _value(only_megatron, flag), "launch cannot check it; start pretrain_gpt.py with torchrun"
-            )
+        if (size := _value(only_megatron, flag)) not in (None, "1"):
+            raise refuse(flag, size, "launch cannot check it; start pretrain_gpt.py with torchrun")
     flags = megatron_arguments(train, lossy, of_file, "--mock-data" in only_megatron)
     return train, lossy, ["megatron_lossy", launch.program, *flags, *from_command_line], only_megatron, island
-
-
-def _rate_name(rate: float | None) -> str | None:
-    if rate is None:
-        return None
-    return f"p_{rate:.2f}" if round(rate, 2) == rate else f"p_{rate!r}"
 
 
 def _value(arguments: Sequence[str], flag: str) -> str | None:

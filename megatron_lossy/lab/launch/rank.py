@@ -23,16 +23,11 @@ def rank_environment(environment: Mapping[str, str]) -> dict[str, str]:
     if not all(name in environment for name in _SLURM.values()):
         raise UsageError("megatron_lossy.lab.launch.rank: srun did not start this process")
     found = {ours: environment[theirs] for ours, theirs in _SLURM.items()}
-    return found | {"LOCAL_WORLD_SIZE": str(_tasks_of_node(environment))}
-
-
-def _tasks_of_node(environment: Mapping[str, str]) -> int:
-    """Return the number of tasks on this node. Slurm writes tasks per node as ``8(x7),4``."""
     text = environment.get("SLURM_STEP_TASKS_PER_NODE", environment.get("SLURM_TASKS_PER_NODE", "1"))
-    counts: list[int] = []
+    tasks: list[str] = []  # of each node; Slurm writes them as 8(x7),4
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
-        counts += [int(count)] * int(times or 1)
-    return counts[int(environment.get("SLURM_NODEID", "0"))]
+        tasks += [count] * int(times or 1)
+    return found | {"LOCAL_WORLD_SIZE": tasks[int(environment.get("SLURM_NODEID", "0"))]}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -145,8 +145,12 @@ def megatron_arguments(
     if config.optimizer == "sgd":
         flags["sgd-momentum"] = config.sgd_momentum
     flags |= _tokenizer(config.tokenizer)
+    if config.data is not None and not mock_data:
+        raise refuse("--data", config.data, "needs --program train; Megatron-LM takes --data-path")
     if not mock_data:
-        flags |= _data(config)
+        flags["train-data-path"] = list(config.data_path)
+    if config.valid_data_path and not mock_data:
+        flags["valid-data-path"] = list(config.valid_data_path)
     return flag_arguments(flags | dict(only_megatron), "megatron") + changed_arguments(lossy)
 
 
@@ -165,13 +169,6 @@ def _tokenizer(name: str) -> dict[str, Any]:
     if kind not in types or not source:
         raise refuse("--tokenizer", name, "must be byte, hf:NAME_OR_PATH or sentencepiece:MODEL_FILE")
     return {"tokenizer-type": types[kind], "tokenizer-model": source}
-
-
-def _data(config: TrainConfig) -> dict[str, Any]:
-    if config.data is not None:
-        raise refuse("--data", config.data, "needs --program train; Megatron-LM takes --data-path")
-    flags = {"train-data-path": list(config.data_path)}
-    return flags | ({"valid-data-path": list(config.valid_data_path)} if config.valid_data_path else {})
 
 
 def _dashed(name: str) -> str:

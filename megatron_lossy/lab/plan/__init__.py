@@ -116,12 +116,8 @@ def _recipe(given: Namespace) -> Recipe:
     sizes = {name: recipe.settings.get(name, 1) for name in inner.values()}
     sizes |= {name: getattr(given, flag) for flag, name in inner.items() if getattr(given, flag) is not None}
     tensor, pipeline = sizes.values()
-    for flag, value, least in (
-        ("sites", given.sites, 2),
-        ("ranks-per-site", ranks, 1),
-        ("tp", tensor, 1),
-        ("pp", pipeline, 1),
-    ):
+    for flag, value in (("sites", given.sites), ("ranks-per-site", ranks), ("tp", tensor), ("pp", pipeline)):
+        least = 2 if flag == "sites" else 1
         if value < least:
             raise refuse(f"--{flag}", value, f"must be at least {least}")
     data, rest = divmod(ranks, tensor * pipeline)
@@ -204,13 +200,12 @@ def _recommendation(advice: Advice) -> list[str]:
     else:
         text += f"This way adds {seconds(best.seconds[1] - step)}."
     nearest, known = cost(best, link)
-    transport = best.way.transport
+    transport, large = best.way.transport, job.parameters > 10 * largest
     warnings = {
         f"nobody has measured what this costs in validation loss; the nearest that was: {nearest}": not known,
         f"nobody has measured what {transport} takes of such a link": transport and use(transport, link) is None,
         f"losses come {link.burst:.1f} in a row; {transport} was measured with single ones": link.burst > 2,
-        f"costs in validation loss are of at most {largest / 1e6:.2g} million parameters": job.parameters
-        > 10 * largest,
+        f"costs in validation loss are of at most {largest / 1e6:.2g} million parameters": large,
     }
     return [text, *(f"warning: {warning}" for warning, due in warnings.items() if due)]
 

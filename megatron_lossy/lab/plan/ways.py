@@ -163,15 +163,8 @@ def predict(way: Way, link: Link, job: Job) -> Prediction:
     under_way = [payload / rate + trip for rate, trip in zip(rates, trips(whole))]
     interval = max(1, math.ceil(under_way[0] / (SYNC_LANES * low) - 1e-9))
     beside = measured()["beside"]["value"]
-    return Prediction(
-        way,
-        (low, beside * median, beside * high),
-        under_way[1],
-        payload * header / interval,
-        n,
-        delay,
-        interval,
-    )
+    seconds = (low, beside * median, beside * high)
+    return Prediction(way, seconds, under_way[1], payload * header / interval, n, delay, interval)
 
 
 def cost(found: Prediction, link: Link) -> tuple[str, bool]:

@@ -21,11 +21,8 @@ def run(arguments: Sequence[str] | None = None) -> None:
         description="Table of losses and training curves of a folder of runs.",
         epilog="Of many runs that answer one question python -m megatron_lossy.lab makes the report.",
     )
-    parser.add_argument(
-        "runs",
-        metavar="RUNS_DIR",
-        help=f"a run's folder, with {METRICS_FILE} or with the log of Megatron-LM; or a folder of such folders",
-    )
+    folder = f"a run's folder, with {METRICS_FILE} or with the log of Megatron-LM; or a folder of such folders"
+    parser.add_argument("runs", metavar="RUNS_DIR", help=folder)
     parser.add_argument("--out", metavar="DIR", help=f"folder of {', '.join(FILES)}; default RUNS_DIR")
     parser.add_argument("--overwrite", action="store_true", help="replace the report that another --out folder holds")
     hint_at_flags(parser)

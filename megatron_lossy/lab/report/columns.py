@@ -45,16 +45,15 @@ class Column:
 
 def columns(runs: Sequence[Run]) -> list[Column]:
     """Return ``runs`` by column, in the order of the columns' first runs."""
-    groups: dict[Any, list[Run]] = {}
+    alike: dict[Any, list[Run]] = {}
     for run in runs:
-        groups.setdefault(run.condition, []).append(run)
-    differing = set().union(*(_differing(group) for group in groups.values())) - SEEDS - _RATES
+        alike.setdefault(run.condition, []).append(run)
+    differing = set().union(*map(_differing, alike.values())) - SEEDS - _RATES
     split: dict[Any, list[Run]] = {}
     for run in runs:
         split.setdefault((run.condition, _settings(run, differing)), []).append(run)
-    return [
-        Column(", ".join([group[0].label, *settings]), tuple(group), settings) for (_, settings), group in split.items()
-    ]
+    groups = [(settings, group) for (_, settings), group in split.items()]
+    return [Column(", ".join([group[0].label, *settings]), tuple(group), settings) for settings, group in groups]
 
 
 def baseline(of: Column, among: Sequence[Column]) -> Column | None:
@@ -78,13 +77,12 @@ def _differing(runs: Sequence[Run]) -> set[str]:
 def _settings(run: Run, differing: Set[str]) -> tuple[str, ...]:
     """Return ``differing`` keys as labels. For a run without loss, loss flags are left out: they had no effect."""
     keys = differing - _LOSS_FLAGS if run.clean else differing | _given_of_sections(run)
-    return tuple(f"{key.replace('_', '-')} {_text(run.config.get(key))}" for key in sorted(keys))
-
-
-def _text(value: Any) -> str:
-    """Return ``value`` as in a heading: the words of a flag as they are written."""
-    words = isinstance(value, list) and all(isinstance(word, str) for word in value)
-    return " ".join(value) if words else str(value)
+    labels = []
+    for key in sorted(keys):
+        value = run.config.get(key)
+        words = isinstance(value, list) and all(isinstance(word, str) for word in value)  # as they are written
+        labels.append(f"{key.replace('_', '-')} {' '.join(value) if words else value}")
+    return tuple(labels)
 
 
 def _given_of_sections(run: Run) -> set[str]:

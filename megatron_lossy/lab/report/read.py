@@ -49,11 +49,8 @@ def read_runs(folder: str | Path) -> list[Run]:
     if not runs and (run := _read_folder(folder)) is not None:
         runs = [run]
     if not runs:
-        raise refuse(
-            "RUNS_DIR",
-            folder,
-            f"holds no run: there must be a folder per run, with {METRICS_FILE} or Megatron's log",
-        )
+        why = f"holds no run: there must be a folder per run, with {METRICS_FILE} or Megatron's log"
+        raise refuse("RUNS_DIR", folder, why)
     return sorted(runs, key=lambda run: (run.p_grad, run.p_param, run.condition, run.name))
 
 
@@ -62,7 +59,12 @@ def _read_folder(path: Path) -> Run | None:
     if metrics.is_file():
         return read_run(metrics)
     jobs = [found for job in _jobs(path) if (found := read_run(job / METRICS_FILE)) is not None]
-    return _joint_run(jobs, path.name) if jobs else read_megatron_run(path)
+    if not jobs:
+        return read_megatron_run(path)
+    # The mean of their training losses; all else comes from the first one.
+    common = set(jobs[0].train).intersection(*(job.train for job in jobs))
+    train = {iteration: fmean(job.train[iteration] for job in jobs) for iteration in sorted(common)}
+    return replace(jobs[0], name=path.name, train=train)
 
 
 def _jobs(path: Path) -> list[Path]:
@@ -70,13 +72,6 @@ def _jobs(path: Path) -> list[Path]:
     inside = path.glob(folder_of("", LossyConfig.job_name, "*"))
     found = [folder for folder in inside if (folder / METRICS_FILE).is_file()]
     return sorted(found, key=lambda folder: (len(folder.name), folder.name))
-
-
-def _joint_run(jobs: list[Run], name: str) -> Run:
-    """Return the run of ``jobs``: the mean of their training losses; all else comes from the first one."""
-    common = set(jobs[0].train).intersection(*(job.train for job in jobs))
-    train = {iteration: fmean(job.train[iteration] for job in jobs) for iteration in sorted(common)}
-    return replace(jobs[0], name=name, train=train)
 
 
 def read_run(path: Path) -> Run | None:
@@ -87,7 +82,9 @@ def read_run(path: Path) -> Run | None:
         kind = record.get("kind") if isinstance(record, dict) else None
         try:
             if kind == "run":
-                described = _described(record, path.parent.name)
+                # The number of ranks decides the losses, as the flags do.
+                config = {**(record.get("config") or {}), "world_size": record.get("world_size")}
+                described = _described(str(record.get("name", path.parent.name)), record, config)
                 if recorder is None:
                     recorder = RunRecorder(described)
                 recorder.check_same(described, where)
@@ -120,17 +117,11 @@ def _records(path: Path) -> Iterator[tuple[int, Any]]:
         yield len(lines) + 1, json.loads(unfinished)
 
 
-def _described(record: dict[str, Any], folder: str) -> Run:
-    return Run(
-        name=str(record.get("name", folder)),
-        p_grad=record["p_grad"] + 0.0,
-        p_param=record["p_param"] + 0.0,
-        loss_seed=record.get("loss_seed"),
-        seed=record.get("seed"),
-        # The number of ranks decides the losses, as the flags do.
-        config={**(record.get("config") or {}), "world_size": record.get("world_size")},
-        origin={key: record[key] for key in ("date", "hardware", "versions") if key in record},
-    )
+def _described(name: str, record: Mapping[str, Any], config: dict[str, Any]) -> Run:
+    """Return a run without losses yet."""
+    origin = {key: record[key] for key in ("date", "hardware", "versions") if key in record}
+    rates = record["p_grad"] + 0.0, record["p_param"] + 0.0
+    return Run(name, *rates, record.get("loss_seed"), record.get("seed"), config, origin=origin)
 
 
 # --- Megatron-LM's own output: rank 0 prints all arguments at the start, the last rank a line per log interval and evaluation ---
@@ -157,9 +148,8 @@ def read_megatron_run(folder: Path) -> Run | None:
         return None
     described = [log for log in logs if log.arguments]
     if not described:
-        raise refuse(
-            "RUNS_DIR", folder, "no log there has Megatron's arguments, which rank 0 prints at the start of a run"
-        )
+        why = "no log there has Megatron's arguments, which rank 0 prints at the start of a run"
+        raise refuse("RUNS_DIR", folder, why)
     recorder = RunRecorder(_described_log(folder, described[0].arguments))
     for log in described[1:]:
         recorder.check_same(_described_log(folder, log.arguments), str(log.path))
@@ -209,14 +199,7 @@ def _described_log(folder: Path, arguments: Mapping[str, str]) -> Run:
     """Return a run without losses yet. A run without our flags lost nothing."""
     settings = {name: _literal(text) for name, text in arguments.items() if name in _SETTINGS}
     try:
-        return Run(
-            name=folder.name,
-            p_grad=settings.get("p_grad", 0.0) + 0.0,
-            p_param=settings.get("p_param", 0.0) + 0.0,
-            loss_seed=settings.get("loss_seed"),
-            seed=settings.get("seed"),
-            config=settings,
-        )
+        return _described(folder.name, {"p_grad": 0.0, "p_param": 0.0, **settings}, settings)
     except TypeError:
         raise UsageError(f"RUNS_DIR {folder}: --p-grad and --p-param there are no numbers") from None
 

@@ -13,12 +13,11 @@ from ...base.registry import MECHANISMS
 from .runs import LOSS, WHOLE
 
 PREDICTED = " predicted"
+# The meaning of a scalar's value in tables: at the end of a run, and over all of it.
 DEFINITION = (
     "of the last 10 % of a run's iterations (at least 10; the last record if there is none in them): the mean over "
     'records of what is finite; the largest where a name ends in "max", the smallest where it ends in "min"'
 )
-
-
 DEFINITION_WHOLE = "the median of the finite values of all records of a run"
 
 
@@ -121,11 +120,6 @@ def needs_drift(name: str) -> bool:
 def needs_sharpness(name: str) -> bool:
     """Return whether only runs with ``--sharpness-interval`` record the scalar."""
     return name.removesuffix(WHOLE).endswith("sharpness")
-
-
-def definition(name: str) -> str:
-    """Return the meaning of the value of the scalar ``name`` in tables, in words."""
-    return DEFINITION_WHOLE if name.endswith(WHOLE) else DEFINITION
 
 
 def with_predictions(names: Sequence[str]) -> list[tuple[str, ...]]:

@@ -155,15 +155,9 @@ def _entries(groups: Sequence[Column], value: Metric) -> tuple[Entry, ...]:
         change = None
         if reference is not None and not group.clean and (base := means[reference.label][0]):
             change = 100 * (mean / base - 1)
-        entries.append(
-            Entry(
-                mean,
-                error if math.isfinite(mean) else None,
-                change if change is not None and math.isfinite(change) else None,
-                len(found),
-                sum(map(math.isnan, found)),
-            )
-        )
+        change = change if change is not None and math.isfinite(change) else None
+        error = error if math.isfinite(mean) else None
+        entries.append(Entry(mean, error, change, len(found), sum(map(math.isnan, found))))
     return tuple(entries)
 
 
@@ -188,29 +182,18 @@ def _notes(groups: Sequence[Column], runs: Sequence[Run], weights: Sequence[str]
         notes.append(which + ONE_SEED)
     for group in repeated:
         if group.repetitions < len(group.runs):
-            notes.append(
-                f"{group.label}: {len(group.runs)} runs with {group.repetitions} different seeds; runs with equal "
-                "seeds are not independent, the standard error is too small"
-            )
-    notes += _lengths(runs)
-    if different := other_differences(runs):
-        notes.append("runs differ in more than the loss: " + ", ".join(key.replace("_", "-") for key in different))
-    return notes
-
-
-def _lengths(runs: Sequence[Run]) -> list[str]:
-    """Return notes on runs that are shorter than the longest, or were last evaluated earlier than the latest."""
-    notes = []
+            how = f"{len(group.runs)} runs with {group.repetitions} different seeds"
+            why = "runs with equal seeds are not independent, the standard error is too small"
+            notes.append(f"{group.label}: {how}; {why}")
     evaluated = {run.name: max((i for losses in run.valid.values() for i in losses), default=0) for run in runs}
     trained = {run.name: run.iterations for run in runs}
     for what, last in (("not trained to", trained), ("not evaluated at", evaluated)):
         longest = max(last.values())
         if short := [f"{name} (last {iteration})" for name, iteration in last.items() if iteration < longest]:
             notes.append(f"{what} iteration {longest}: " + ", ".join(short))
+    if different := other_differences(runs):
+        notes.append("runs differ in more than the loss: " + ", ".join(key.replace("_", "-") for key in different))
     return notes
-
-
-# --- files -----------------------------------------------------------------------------------------------------------
 
 
 FILES = TABLE_MARKDOWN, TABLE_CSV, CURVES = "loss_table.md", "loss_table.csv", "training_curves.png"

@@ -146,13 +146,6 @@ class CellFolder:
         assert run is not None
         return run
 
-    def write_config(self) -> Path:
-        """Return the cell's settings as a file for ``--config``."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        text = yaml.safe_dump(self.cell.all_settings(), sort_keys=False)
-        write_text(self.path / CONFIG, text)
-        return self.path / CONFIG
-
     def finish(self, status: str, seconds: float, **facts: Any) -> None:
         """Record the end of the run, and drop its checkpoints: a study needs only its losses."""
         state = {
@@ -198,9 +191,6 @@ def _locked(file: IO[bytes], how: int) -> bool:
     except OSError:
         pass
     return True
-
-
-# --- running them -----------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -269,10 +259,10 @@ class _Runner:
             raise KeyboardInterrupt  # a second signal; the cells have the first
         self._stop.set()
 
-    # --- one cell ------------------------------------------------------------------------------------------------
-
     def _start(self, folder: CellFolder) -> None:
-        config = folder.write_config()
+        folder.path.mkdir(parents=True, exist_ok=True)
+        config, where = folder.path / CONFIG, str(folder.path)
+        write_text(config, yaml.safe_dump(folder.cell.all_settings(), sort_keys=False))
         log = folder.take()
         if log is None:
             self._tally.elsewhere += 1
@@ -280,7 +270,6 @@ class _Runner:
         if folder.state is not None:  # another process finished it meanwhile
             log.close()
             return
-        where = str(folder.path)
         program = ["megatron_lossy.train", "--config", str(config), "--save", where, "--load", where]
         process = subprocess.Popen(
             [sys.executable, "-m", *program],
@@ -308,11 +297,8 @@ class _Runner:
             elif not self._stop.is_set():
                 saved = (latest_iteration(folder.path) or 0) if status < 0 else 0
                 if saved > job.first:
-                    print(
-                        f"cell {folder.cell.name} was ended by {signal.Signals(-status).name} at iteration "
-                        f"{folder.iterations}: going on from iteration {saved}",
-                        flush=True,
-                    )
+                    ended = f"was ended by {signal.Signals(-status).name} at iteration {folder.iterations}"
+                    print(f"cell {folder.cell.name} {ended}: going on from iteration {saved}", flush=True)
                     return False
                 log = folder.path / LOG
                 lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
@@ -322,8 +308,6 @@ class _Runner:
         finally:
             job.log.close()  # which lets others take the cell
         return True
-
-    # --- progress ------------------------------------------------------------------------------------------------
 
     def _print_progress(self, waiting: Sequence[CellFolder]) -> None:
         now = time.monotonic()
@@ -338,8 +322,5 @@ class _Runner:
         elapsed = now - self._started
         estimate = f"about {timedelta(seconds=round(elapsed / trained * left))}" if trained else "unknown time"
         positions = ", ".join(f"{iteration}/{total}" for iteration, _, total in running)
-        print(
-            f"{done} of {len(self._folders)} cells done, {len(running)} running (iteration {positions}), "
-            f"elapsed {timedelta(seconds=round(elapsed))}, {estimate} left",
-            flush=True,
-        )
+        cells = f"{done} of {len(self._folders)} cells done, {len(running)} running (iteration {positions})"
+        print(f"{cells}, elapsed {timedelta(seconds=round(elapsed))}, {estimate} left", flush=True)

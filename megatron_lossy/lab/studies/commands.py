@@ -16,16 +16,7 @@ from ...base.flags import did_you_mean
 from ..train.arguments import make_parser
 from .cells import CellFolder, Tally, run_cells
 from .design import Study, check_metrics, check_seeds, read_design
-from .folder import (
-    check_no_runs,
-    check_out,
-    read_record,
-    results_of,
-    tables,
-    write_figures,
-    write_record,
-    write_tables,
-)
+from .folder import check_no_runs, check_out, read_record, results_of, tables, write_figures, write_record, write_tables
 from .summary import Results
 
 
@@ -63,18 +54,6 @@ def recorded(folder: Path) -> Results:
 
 def _read_study(arguments: Sequence[str]) -> tuple[Study, argparse.Namespace, str]:
     """Return the study that ``arguments`` name, how to run it, and its own name or that of its file."""
-    parser = _parser()
-    parser.add_argument("study", metavar="STUDY", help="study file (YAML), see docs/study.md")
-    parser.add_argument("name", metavar="NAME", nargs="?", help="which study, if the file holds several")
-    how, rest = _split(parser, arguments)
-    if any(argument.split("=")[0] == "--config" for argument in rest):
-        raise UsageError("--config: cannot be given to a study, whose file names it")
-    given = {name: value for name in ("seeds", "loss_seeds", "metrics") if (value := getattr(how, name)) is not None}
-    design = replace(read_design(how.study, how.name), **given)
-    return design.study(rest), how, how.name or Path(how.study).stem
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = ArgumentParser(
         "python -m megatron_lossy.lab",
         description="Run the study in a file, and report it.",
@@ -95,7 +74,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--metrics", nargs="+", metavar="NAME", help=metrics)
     add("--list", action="store_true", help="print the cells and what became of them, and run nothing")
     add("--report-only", action="store_true", help="report what is there, and run nothing")
-    return parser
+    parser.add_argument("study", metavar="STUDY", help="study file (YAML), see docs/study.md")
+    parser.add_argument("name", metavar="NAME", nargs="?", help="which study, if the file holds several")
+    how, rest = _split(parser, arguments)
+    if any(argument.split("=")[0] == "--config" for argument in rest):
+        raise UsageError("--config: cannot be given to a study, whose file names it")
+    given = {name: value for name in ("seeds", "loss_seeds", "metrics") if (value := getattr(how, name)) is not None}
+    design = replace(read_design(how.study, how.name), **given)
+    return design.study(rest), how, how.name or Path(how.study).stem
 
 
 def _split(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -138,31 +124,19 @@ def _run(study: Study, how: argparse.Namespace, out: Path) -> int:
         check_folder("--cells", how.cells)
         cores = len(os.sched_getaffinity(0)) if device.device_type() == "cpu" else 1
         tally = run_cells(study.cells, how.cells, how.jobs or cores)
-    runs = {}
-    for cell in study.cells:
-        folder = CellFolder(how.cells, cell)
-        if folder.state is not None:
-            runs[cell.name] = folder.result()
+    folders = [CellFolder(how.cells, cell) for cell in study.cells]
+    runs = {folder.cell.name: folder.result() for folder in folders if folder.state is not None}
     if runs:
-        _report(Results(study, runs), out)
+        results = Results(study, runs)
+        files, found = [write_record(results, out)], tables(results)
+        print(f"\n{study.title}" + (f": {study.question}" if study.question else "") + "\n")
+        for table in found.values():
+            print(table.text())
+        files += write_tables(results, found, out)
+        files += write_figures(results, out, curves=all(run.train for run in runs.values()))
+        print("wrote " + ", ".join(map(str, files)))
     else:
         print("no cell is done yet")
-    return _explain(tally)
-
-
-def _list(study: Study, root: str) -> None:
-    states = {}
-    for cell in study.cells:
-        folder = CellFolder(root, cell)
-        state = folder.state
-        states[cell] = state["status"] if state else "running" if folder.taken else "to do"
-    for trial in study.trials:
-        seeds = f"seed {trial.seed}" + (f", loss seed {trial.loss_seed}" if trial.loss_seed is not None else "")
-        where = ", ".join(filter(None, (trial.variant, trial.level or study.baseline)))
-        print(f"{trial.cell.name}  {where}, {seeds}: {states[trial.cell]}")
-
-
-def _explain(tally: Tally) -> int:
     for name, reason in tally.failed.items():
         print(f"cell {name} failed: {reason}", file=sys.stderr)
     if tally.interrupted:
@@ -172,13 +146,12 @@ def _explain(tally: Tally) -> int:
     return 1 if tally.failed or tally.interrupted else 0
 
 
-def _report(results: Results, out: Path) -> None:
-    study = results.study
-    files = [write_record(results, out)]
-    print(f"\n{study.title}" + (f": {study.question}" if study.question else "") + "\n")
-    found = tables(results)
-    for table in found.values():
-        print(table.text())
-    files += write_tables(results, found, out)
-    files += write_figures(results, out, curves=all(run.train for run in results.runs.values()))
-    print("wrote " + ", ".join(map(str, files)))
+def _list(study: Study, root: str) -> None:
+    states = {}
+    for folder in [CellFolder(root, cell) for cell in study.cells]:
+        state = folder.state
+        states[folder.cell] = state["status"] if state else "running" if folder.taken else "to do"
+    for trial in study.trials:
+        seeds = f"seed {trial.seed}" + (f", loss seed {trial.loss_seed}" if trial.loss_seed is not None else "")
+        where = ", ".join(filter(None, (trial.variant, trial.level or study.baseline)))
+        print(f"{trial.cell.name}  {where}, {seeds}: {states[trial.cell]}")

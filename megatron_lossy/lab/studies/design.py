@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...base.errors import UsageError, refuse, with_origin
+from ...base.errors import UsageError, errors_in, refuse, with_origin
 from ...base.flags import as_flag, incidental_fields
 from ...config import LossyConfig, given
 from ...config.refusal import check_refusals
@@ -32,9 +32,8 @@ from .cells import Cell, make_cell
 # Flags that the study sets itself, that would end a run early, or that would name one folder for all cells.
 _NOT_HERE = ("save", "load", "metrics_dir", "exit_interval", "tensorboard_dir", "delivery_log")
 # Islands and asynchronous stages are no losses: the run without loss has them, too.
-_KEPT = tuple(
-    f.name for cls in (IslandFlags, AsyncPipelineFlags) for f in dataclasses.fields(cls) if f.name != "p_sync"
-)
+_OWN = [*dataclasses.fields(IslandFlags), *dataclasses.fields(AsyncPipelineFlags)]
+_KEPT = tuple(f.name for f in _OWN if f.name != "p_sync")
 # These do nothing without loss, but they are in the names of cells that are trained already.
 _NAMED_BY = ("loss_unit", "packet_bytes", "loss_model")
 #: The name of the column of clean runs: in studies of loss, and of errors.
@@ -211,10 +210,8 @@ def read_design(file: str | Path, name: str | None = None) -> Design:
     """Return the design in a study file, under ``name`` if it holds several. Raise :class:`UsageError`."""
     file = find_config(file)
     content = read_yaml("STUDY", file)
-    try:
+    with errors_in(f"STUDY {file}"):
         return _design(_one_of(content, name), Path(file).parent)
-    except UsageError as error:
-        raise refuse("STUDY", file, str(error)) from None
 
 
 def _one_of(content: Mapping[Any, Any], name: str | None) -> Mapping[Any, Any]:
@@ -237,9 +234,8 @@ def _design(content: Mapping[Any, Any], folder: Path) -> Design:
     content = {str(key).replace("-", "_"): value for key, value in content.items()}
     known = {field.name for field in dataclasses.fields(Design)}
     if unknown := sorted(set(content) - known):
-        raise UsageError(
-            f"unknown key {unknown[0].replace('_', '-')}: must be one of {', '.join(sorted(known)).replace('_', '-')}"
-        )
+        names = ", ".join(sorted(known)).replace("_", "-")
+        raise refuse("unknown key", unknown[0].replace("_", "-"), f"must be one of {names}")
     if not content.get("title"):
         raise UsageError("needs a title")
     if not content.get("levels") and not content.get("variants"):
@@ -257,12 +253,8 @@ def _design(content: Mapping[Any, Any], folder: Path) -> Design:
         if key in content:
             content[key] = check_seeds(f"{key.replace('_', '-')}:", content[key])
     if "baseline" in content:
-        baseline = content["baseline"]
-        if (
-            not isinstance(baseline, dict)
-            or not baseline.get("name")
-            or str(baseline["name"]) in content.get("levels", {})
-        ):
+        named = isinstance(content["baseline"], dict) and content["baseline"].get("name")
+        if not named or str(named) in content.get("levels", {}):
             raise UsageError("baseline: must be a mapping with a name, which no level has, and settings")
     for pair in content.get("against", {}).items():
         for name in pair:
@@ -302,7 +294,5 @@ def _arguments(where: str, settings: Mapping[str, Any]) -> list[str]:
     if "p" in settings:
         rate = settings.pop("p")
         settings = {"p-grad": rate, "p-param": rate, **settings}
-    try:
+    with errors_in(where):
         return from_origin(setting_arguments(settings), f"from the study, {where}")
-    except UsageError as error:
-        raise UsageError(f"{where}: {error}") from None

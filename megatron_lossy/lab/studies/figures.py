@@ -83,10 +83,8 @@ def plot_comparison(results: Results, metric_name: str, path: str | Path) -> lis
         _points(axes, changes, number, len(lines), label or metric_name, _quantities(study.levels))
     if study.levels:
         axes.axhline(0, color="0.5", linewidth=1)
-    axes.set_ylabel(
-        f"{'change of ' if study.levels else ''}{metric_name}{', %' if study.levels else ''}\n± standard error",
-        fontsize=14,
-    )
+    shown = f"change of {metric_name}, %" if study.levels else metric_name
+    axes.set_ylabel(f"{shown}\n± standard error", fontsize=14)
     if len(lines) > 1:
         axes.legend(fontsize=12)
     return save_figure(figure, path)
@@ -205,12 +203,11 @@ def new_figure(width: float, height: float) -> Figure:
 
 def _levels(results: Results) -> list[tuple[str, list[Run]]]:
     """Return the runs of the first variant, by level, without loss first."""
-    variant = results.study.variants[0]
-    levels: list[str | None] = [None, *results.study.levels]
-    return [
-        (level or results.study.baseline, [results.runs[trial.cell.name] for trial in results.trials(variant, level)])
-        for level in levels
-    ]
+    study, found = results.study, []
+    for level in (None, *study.levels):
+        trials = results.trials(study.variants[0], level)
+        found.append((level or study.baseline, [results.runs[trial.cell.name] for trial in trials]))
+    return found
 
 
 def save_figure(figure: Figure, path: str | Path) -> list[Path]:

@@ -39,9 +39,6 @@ RECORD = "study.json"
 Place = tuple[str, str, str, str]
 
 
-# --- may a report go there? ------------------------------------------------------------------------------------------
-
-
 def check_no_runs(out: Path, cells: str) -> None:
     """Raise :class:`UsageError` for a report among runs, where a study that is named after their folder would write."""
     if out.resolve() == Path(cells).resolve():
@@ -69,30 +66,22 @@ def check_out(out: Path, study: Study) -> None:
 
 def _cells(study: Study) -> dict[Place, str]:
     """Return the name of the cell in each place of ``study``."""
-    return {
-        (
-            trial.variant,
-            trial.level or study.baseline,
-            str(trial.seed),
-            str(trial.cell.loss.loss_seed) if trial.level else "",
-        ): trial.cell.name
-        for trial in study.trials
-    }
-
-
-# --- its content -----------------------------------------------------------------------------------------------------
+    found = {}
+    for trial in study.trials:
+        loss_seed = str(trial.cell.loss.loss_seed) if trial.level else ""
+        found[trial.variant, trial.level or study.baseline, str(trial.seed), loss_seed] = trial.cell.name
+    return found
 
 
 def write_record(results: Results, out: Path) -> Path:
     """Write ``study.json`` into ``out``; returns it."""
     study = results.study
+    # It would make this report from nothing.
+    command = ["python", "-m", "megatron_lossy.lab", *(word for word in sys.argv[1:] if word != "--report-only")]
     record = {
         "title": study.title,
         "question": study.question,
-        # The command that would make this report from nothing.
-        "command": shlex.join(
-            ["python", "-m", "megatron_lossy.lab", *(word for word in sys.argv[1:] if word != "--report-only")]
-        ),
+        "command": shlex.join(command),
         "trained": trained(results),
         "runs": run_table(results).splitlines(),  # one line each, in the file as well
     }
@@ -148,9 +137,6 @@ def write_figures(results: Results, out: Path, curves: bool = True) -> list[Path
 
 def _validation(results: Results) -> dict[str, str]:
     return {file_name(name): name for name in loss_metrics(results.weights) if name.startswith("val loss")}
-
-
-# --- reading it again ------------------------------------------------------------------------------------------------
 
 
 @dataclass

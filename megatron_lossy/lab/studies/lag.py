@@ -15,25 +15,20 @@ _EPSILON = 1e-9
 
 
 def _read(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = ArgumentParser(
-        "megatron_lossy.lab lag",
-        description="How late replicas are if a share of parameters is lost, which learning rates stay stable, and what "
-        "to set (docs/lag.md).",
-    )
+    late = "How late replicas are if a share of parameters is lost, which learning rates stay stable"
+    parser = ArgumentParser("megatron_lossy.lab lag", description=f"{late}, and what to set (docs/lag.md).")
     parser.add_argument("--p", type=float, required=True, help="loss rate of parameters, as --p-param")
     parser.add_argument("--beta1", type=float, default=0.9, help="decay of Adam's first moment; default 0.9")
-    parser.add_argument(
-        "--mean-burst", type=float, metavar="B", help="losses come in bursts of this mean length, in updates"
-    )
+    bursts = "losses come in bursts of this mean length, in updates"
+    parser.add_argument("--mean-burst", type=float, metavar="B", help=bursts)
     given = parser.parse_args(arguments)
     if not 0 <= given.p < 1:
         raise refuse("--p", given.p, "must be in [0, 1)")
     if not 0 <= given.beta1 < 1:
         raise refuse("--beta1", given.beta1, "must be in [0, 1)")
     if given.mean_burst is not None and not given.mean_burst >= max(1, given.p / (1 - given.p)) - _EPSILON:
-        raise refuse(
-            "--mean-burst", given.mean_burst, f"must be at least 1 and p/(1-p) = {given.p / (1 - given.p):.3g}"
-        )
+        why = f"must be at least 1 and p/(1-p) = {given.p / (1 - given.p):.3g}"
+        raise refuse("--mean-burst", given.mean_burst, why)
     return given
 
 

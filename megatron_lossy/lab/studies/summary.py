@@ -153,13 +153,10 @@ def differences(results: Results, metric_name: str) -> dict[str, LossTable]:
         tables["between_variants"] = LossTable(study.levels, tuple(rows), (f"against {first!r}; {note}",))
     first_level, *more = study.levels
     if more:
-        rows = [
-            (
-                name or metric_name,
-                tuple(results.difference((name, level), (name, first_level), metric) for level in more),
-            )
-            for name in study.variants
-        ]
+        rows = []
+        for name in study.variants:
+            own = tuple(results.difference((name, level), (name, first_level), metric) for level in more)
+            rows.append((name or metric_name, own))
         tables["between_levels"] = LossTable(tuple(more), tuple(rows), (f"against {first_level!r}; {note}",))
     return tables
 
@@ -175,9 +172,8 @@ def against_best(results: Results, metric_name: str) -> LossTable | None:
         for variant in study.variants
         if math.isfinite(mean := mean_and_error(results.by_seed(variant, None, metric).values())[0])
     }
-    if not lossless or len({trial.cell.name for trial in study.trials if trial.level is None}) == len(
-        {trial.seed for trial in study.trials}
-    ):
+    cells, seeds = {trial.cell.name for trial in study.trials if trial.level is None}, {t.seed for t in study.trials}
+    if not lossless or len(cells) == len(seeds):
         return None
     best = min(lossless, key=lossless.__getitem__)
     levels: list[str | None] = [None, *study.levels]
@@ -233,18 +229,15 @@ def run_table(results: Results) -> str:
 def notes(results: Results, definitions: str = DEFINITIONS, changes: bool = True) -> list[str]:
     """Return notes for the end of a table: definitions of rows, seeds, training. ``changes``: it has brackets."""
     study = results.study
-    seeds = {trial.seed for trial in study.trials}
-    loss_seeds = {trial.loss_seed for trial in study.trials} - {None}
-    result = [definitions]
-    errors = "± standard error of the mean over seeds" if len(seeds) > 1 else "one seed: no error can be given"
+    seeds = len({trial.seed for trial in study.trials})
+    loss_seeds = len({trial.loss_seed for trial in study.trials} - {None})
+    errors = "± standard error of the mean over seeds" if seeds > 1 else "one seed: no error can be given"
     what = "errors" if study.errs else "losses"
-    losses = f", each with {len(loss_seeds)} {'seeds' if len(loss_seeds) > 1 else 'seed'} of the {what}"
+    losses = f", each with {loss_seeds} {'seeds' if loss_seeds > 1 else 'seed'} of the {what}"
     reference = {NO_LOSS: "without loss", NO_ERROR: "without errors"}.get(study.baseline, f"with {study.baseline}")
     brackets = f"; in brackets: change relative to the same seed {reference}" if changes else ""
-    result.append(
-        f"{len(seeds)} {'seeds' if len(seeds) > 1 else 'seed'} of weights and data"
-        + (f"{losses}; {errors}{brackets}" if study.levels else f"; {errors}")
-    )
+    more = f"{losses}; {errors}{brackets}" if study.levels else f"; {errors}"
+    result = [definitions, f"{seeds} {'seeds' if seeds > 1 else 'seed'} of weights and data{more}"]
     if origin := trained(results):
         result.append(f"trained {origin}")
     missing = [cell for cell in study.cells if cell.name not in results.runs]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 
 from ..report import LossTable
-from ..report.scalars import definition, file_name
+from ..report.runs import WHOLE
+from ..report.scalars import DEFINITION, DEFINITION_WHOLE, file_name
 from ..report.table import Entry, ScalarEntry
 from .summary import INTERVAL, Difference, Results, excesses, loss_metrics, notes, scalar_metric
 
@@ -83,16 +85,13 @@ def levels_with(results: Results, name: str) -> list[str | None]:
 def _values(results: Results, names: Sequence[str]) -> LossTable:
     """Return the scalars (rows, by variant) at every level (columns)."""
     levels = levels_with(results, names[0])
-    rows = [
-        (
-            (f"{variant}, predicted" if name != names[0] else variant) if variant else name,
-            tuple(results.entry(variant, level, scalar_metric(name), ScalarEntry) for level in levels),
-        )
-        for variant in results.study.variants
-        for name in names
-    ]
+    rows = []
+    for variant, name in product(results.study.variants, names):
+        heading = (f"{variant}, predicted" if name != names[0] else variant) if variant else name
+        own = tuple(results.entry(variant, level, scalar_metric(name), ScalarEntry) for level in levels)
+        rows.append((heading, own))
     changes = any(entry.change is not None for _, entries in rows for entry in entries)
-    values = f"values: {', '.join(names)}, {definition(names[0])}"
+    values = f"values: {', '.join(names)}, {DEFINITION_WHOLE if names[0].endswith(WHOLE) else DEFINITION}"
     headings = tuple(level or results.study.baseline for level in levels)
     return LossTable(headings, tuple(rows), tuple(notes(results, values, changes)))
 
@@ -145,22 +144,18 @@ def won_back(results: Results, metric_name: str) -> LossTable | None:
     study, metric = results.study, loss_metrics(results.weights)[metric_name]
     if not study.errs:
         return None
-    plain = {variant: _plain(results, variant) for variant in study.variants}
-    rows = tuple(
-        (
-            f"{variant}, of {first}" if first != study.variants[0] else variant,
-            tuple(
-                share_won_back(results.changes(first, level, metric), results.changes(variant, level, metric))
-                for level in study.levels
-            ),
-        )
-        for variant, first in plain.items()
-        if variant != first
-    )
+    clean: dict[str, list[str]] = {variant: [] for variant in study.variants}
+    for trial in study.trials:
+        clean[trial.variant] += [trial.cell.name] if trial.level is None else []
+    plain = {variant: next(name for name in clean if clean[name] == own) for variant, own in clean.items()}
+    rows = []
+    for variant, first in plain.items():
+        if variant != first:
+            costs = [[results.changes(name, level, metric) for name in (first, variant)] for level in study.levels]
+            heading = f"{variant}, of {first}" if first != study.variants[0] else variant
+            rows.append((heading, tuple(share_won_back(*pair) for pair in costs)))
     shares = {str(share) for _, entries in rows for share in entries}
-    seeds = min(
-        (len(results.changes(variant, level, metric)) for variant in plain for level in study.levels), default=0
-    )
+    seeds = min((len(results.changes(name, level, metric)) for name in plain for level in study.levels), default=0)
     missing = "-: no cost beyond its 95 % interval" + (", or fewer than two seeds" if seeds < 2 else "")
     if COST_DIVERGED in shares:
         missing += f"; {COST_DIVERGED}: where nothing is done a run did, and none of the variant"
@@ -168,13 +163,4 @@ def won_back(results: Results, metric_name: str) -> LossTable | None:
         f"{metric_name}: share of the cost of errors that is won back, in percent of that of {study.variants[0]!r} or of "
         f"what is named, ratio of the means over seeds; {missing}; {INTERVAL}"
     )
-    return LossTable(study.levels, rows, (note,)) if rows else None
-
-
-def _plain(results: Results, variant: str) -> str:
-    """Return the first variant that has the same clean runs."""
-    clean = {
-        name: [trial.cell.name for trial in results.study.trials if (trial.variant, trial.level) == (name, None)]
-        for name in results.study.variants
-    }
-    return next(name for name in results.study.variants if clean[name] == clean[variant])
+    return LossTable(study.levels, tuple(rows), (note,)) if rows else None

@@ -17,9 +17,8 @@ PROGRAM = "megatron_lossy.train"
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line."""
     with usage_errors(PROGRAM):
-        parser = make_parser(
-            f"python -m {PROGRAM}", "Pretrain a LLaMA-style model over a lossy data-parallel exchange."
-        )
+        what = "Pretrain a LLaMA-style model over a lossy data-parallel exchange."
+        parser = make_parser(f"python -m {PROGRAM}", what)
         namespace = read_arguments(parser, sys.argv[1:] if arguments is None else arguments)
         config, lossy_config = configurations(namespace)
         config.check_world(launched_ranks())

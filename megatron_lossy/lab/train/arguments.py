@@ -12,7 +12,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...base.errors import ArgumentParser, Collector, UsageError
+from ...base.errors import ArgumentParser, Collector, UsageError, errors_in
 from ...base.flags import add_flags, flag_groups, flag_help, flag_name, from_namespace
 from ...config import LossyConfig
 from ...config.loss_flags import add_loss_flags, help_loss, preset_arguments
@@ -32,21 +32,16 @@ def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--config", metavar="FILE.yaml", help="defaults of flags; the command line wins")
-    parser.add_argument(
-        "--help-all", nargs=0, action=_HelpAll, default=argparse.SUPPRESS, help="show every flag and exit"
-    )
+    every = "show every flag and exit"
+    parser.add_argument("--help-all", nargs=0, action=_HelpAll, default=argparse.SUPPRESS, help=every)
     add_flags(parser, TrainConfig, "training", "names as in Megatron-LM", short=True)
     add_loss_flags(parser, "lossy exchange")
     for cls in (TrainConfig, LossyConfig):
         for switch in dataclasses.fields(cls):
             if isinstance(switch.default, bool):
-                parser.add_argument(
-                    off(flag_name(cls, switch.name)),
-                    dest=switch.name,
-                    action="store_false",
-                    default=argparse.SUPPRESS,
-                    help=argparse.SUPPRESS,
-                )
+                hidden: dict[str, Any] = dict.fromkeys(("default", "help"), argparse.SUPPRESS)
+                name = off(flag_name(cls, switch.name))
+                parser.add_argument(name, dest=switch.name, action="store_false", **hidden)
     return parser
 
 
@@ -67,11 +62,9 @@ def read_arguments(parser: argparse.ArgumentParser, arguments: Sequence[str]) ->
     namespace = parser.parse_args(below)
     if file is not None:
         settings = read_yaml("--config", find_config(file))
-        try:
+        with errors_in(f"--config {file}"):
             words = setting_arguments(settings)
             namespace = parser.parse_args(words, namespace)
-        except UsageError as error:
-            raise UsageError(f"--config {file}: {error}") from None
         below += from_origin(words, f"from {file}")
         given = parser.parse_args(arguments)
         if given.data_path and not given.data:

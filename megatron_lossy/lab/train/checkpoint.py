@@ -148,9 +148,8 @@ class Checkpoints:
         _on_all_ranks(end, first)
 
     def _store(self, state: dict[str, Any], folder: Path) -> None:
-        strategy = FullyParallelSaveStrategyWrapper(
-            get_default_save_sharded_strategy("torch_dist"), self._metadata()["dp_cp_group"]
-        )
+        inner = get_default_save_sharded_strategy("torch_dist")
+        strategy = FullyParallelSaveStrategyWrapper(inner, self._metadata()["dp_cp_group"])
         with _in_this_process(), _errors_only_raised():
             dist_checkpointing.save(state, str(folder), strategy)
 
@@ -184,8 +183,7 @@ class Checkpoints:
         metadata = self._metadata()
         state: dict[str, Any] = {"model": self._model.sharded_state_dict(metadata=metadata)}
         state["optimizer"] = self._optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
-        rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        state["rng_state"] = ShardedObject("rng_state", rng_state(), (ranks,), (rank,))
+        state["rng_state"] = ShardedObject("rng_state", rng_state(), (_ranks(),), (torch.distributed.get_rank(),))
         return state
 
     def _metadata(self) -> dict[str, Any]:
@@ -294,9 +292,8 @@ def _reading(path: str, damage: tuple[type[Exception], ...] = _DAMAGE) -> Iterat
                 raise
             raise cause from error
         reason = " ".join(f"{type(cause).__name__}: {cause}".partition(". ")[0].split()).rstrip(": ")[:200]
-        older = [
-            one for one in iterations_in(Path(path).parent) if iteration_folder(Path(path).parent, one) < Path(path)
-        ]
+        folder = Path(path).parent
+        older = [one for one in iterations_in(folder) if iteration_folder(folder, one) < Path(path)]
         remedy = f"; to go on from iteration {older[-1]}, write that number into {TRACKER}" if older else ""
         raise refuse("--load", path, f"cannot be read ({reason}){remedy}") from None
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from ...base.errors import Collector, UsageError, refuse
@@ -35,22 +35,16 @@ SHAPE = (
 class TrainConfig:
     """Every flag except the loss flags. Raises :class:`UsageError` for a value that is not allowed."""
 
-    num_layers: int | None = flag(None, "transformer layers", type=int, metavar="N", group="model")
-    hidden_size: int | None = flag(None, "hidden size", type=int, metavar="N")
+    num_layers: int | None = flag(None, "transformer layers", group="model")
+    hidden_size: int | None = flag(None, "hidden size")
     ffn_hidden_size: int | None = flag(
-        None,
-        "hidden size of the SwiGLU MLP; default 8/3 of the hidden size, in multiples of 64",
-        type=int,
-        metavar="N",
+        None, "hidden size of the SwiGLU MLP; default 8/3 of the hidden size, in multiples of 64"
     )
-    num_attention_heads: int | None = flag(None, "attention heads", type=int, metavar="N")
+    num_attention_heads: int | None = flag(None, "attention heads")
     num_query_groups: int | None = flag(
-        None,
-        "key and value heads (grouped-query attention); default one per attention head",
-        type=int,
-        metavar="N",
+        None, "key and value heads (grouped-query attention); default one per attention head"
     )
-    seq_length: int | None = flag(None, "tokens per sample", type=int, metavar="TOKENS")
+    seq_length: int | None = flag(None, "tokens per sample", metavar="TOKENS")
     rotary_base: int = flag(10000, "base of the rotary position embedding", metavar="BASE")
     norm_epsilon: float = flag(1e-5, "epsilon of RMSNorm", metavar="E")
     init_method_std: float = flag(0.02, "standard deviation of the initial weights", metavar="STD")
@@ -58,7 +52,7 @@ class TrainConfig:
     attention_dropout: float = flag(0.0, "dropout of attention weights", metavar="P")
     share_embeddings_and_output_weights: bool = flag(False, "tie the output layer to the embedding")
     make_vocab_size_divisible_by: int = flag(
-        128, "pad the vocabulary to a multiple of this times the tensor-parallel size", metavar="N"
+        128, "pad the vocabulary to a multiple of this times the tensor-parallel size"
     )
     transformer_impl: str | None = flag(
         None,
@@ -69,24 +63,22 @@ class TrainConfig:
     bf16: bool = flag(False, "train in bfloat16; gradients and main weights stay in fp32", basic=True)
 
     micro_batch_size: int | None = flag(
-        None, "samples per rank and forward pass", type=int, metavar="N", group="batches and length", basic=True
+        None, "samples per rank and forward pass", group="batches and length", basic=True
     )
-    global_batch_size: int | None = flag(
-        None, "samples per iteration over all ranks", type=int, metavar="N", basic=True
-    )
-    train_iters: int | None = flag(None, "iterations to train", type=int, metavar="N", basic=True)
+    global_batch_size: int | None = flag(None, "samples per iteration over all ranks", basic=True)
+    train_iters: int | None = flag(None, "iterations to train", basic=True)
     seed: int = flag(1234, "seed of weights, data order and dropout", metavar="SEED", basic=True)
     calculate_per_token_loss: bool = flag(False, "divide the loss by all tokens of the global batch")
 
-    lr: float | None = flag(None, "highest learning rate", type=float, metavar="LR", group="optimizer", basic=True)
+    lr: float | None = flag(None, "highest learning rate", metavar="LR", group="optimizer", basic=True)
     min_lr: float = flag(0.0, "lowest learning rate after the decay", metavar="LR")
     lr_decay_style: str = flag(
         "cosine",
         "shape of the decay from --lr to --min-lr",
         choices=("constant", "linear", "cosine", "inverse-square-root"),
     )
-    lr_decay_iters: int | None = flag(None, "iterations of the decay; default --train-iters", type=int, metavar="N")
-    lr_warmup_iters: int = flag(0, "iterations of linear warm-up", metavar="N")
+    lr_decay_iters: int | None = flag(None, "iterations of the decay; default --train-iters")
+    lr_warmup_iters: int = flag(0, "iterations of linear warm-up")
     weight_decay: float = flag(0.01, "decoupled weight decay, of matrices only", metavar="WD")
     optimizer: str = flag(
         "adam",
@@ -99,7 +91,6 @@ class TrainConfig:
         None,
         "nadam: how fast the momentum rises from half of --adam-beta1 to all of it; default 120 / --train-iters, which "
         "ends where torch's 0.004 is after 30,000 iterations",
-        type=float,
         metavar="PSI",
     )
     sgd_momentum: float = flag(0.9, "sgd: decay of the mean of the gradients; 0 follows the last gradient", metavar="B")
@@ -108,10 +99,8 @@ class TrainConfig:
     adam_eps: float = flag(1e-8, "Adam's epsilon", metavar="E")
     clip_grad: float = flag(1.0, "clip the gradient to this norm; 0 does not clip", metavar="NORM")
 
-    tensor_model_parallel_size: int = flag(
-        1, "ranks that share each layer", metavar="N", group="parallelism", basic=True
-    )
-    pipeline_model_parallel_size: int = flag(1, "stages of layers, each on its own ranks", metavar="N", basic=True)
+    tensor_model_parallel_size: int = flag(1, "ranks that share each layer", group="parallelism", basic=True)
+    pipeline_model_parallel_size: int = flag(1, "stages of layers, each on its own ranks", basic=True)
     use_tp_pp_dp_mapping: bool = flag(
         False, "number the ranks of a pipeline before those of a data-parallel group (docs/sites.md)"
     )
@@ -124,17 +113,13 @@ class TrainConfig:
     overlap_grad_reduce: bool = flag(False, "reduce-scatter gradients during the backward pass")
     overlap_param_gather: bool = flag(False, "all-gather parameters during the next forward pass")
     ddp_bucket_size: int | None = flag(
-        None, "parameters per bucket with --overlap-grad-reduce; default megatron-core's", type=int, metavar="N"
+        None, "parameters per bucket with --overlap-grad-reduce; default megatron-core's"
     )
     ddp_average_in_collective: bool = flag(False, "average in the reduce-scatter instead of scaling before it")
-    num_distributed_optimizer_instances: int = flag(
-        1, "copies of the sharded optimizer over the data-parallel ranks", metavar="N"
-    )
+    num_distributed_optimizer_instances: int = flag(1, "copies of the sharded optimizer over the data-parallel ranks")
     virtual_workers: int | None = flag(
         None,
         "data-parallel workers to compute for in one process; one after another, each with its own replica",
-        type=int,
-        metavar="N",
         basic=True,
     )
     distributed_timeout_minutes: int = flag(10, "fail a collective after this long", metavar="MINUTES", incidental=True)
@@ -148,14 +133,10 @@ class TrainConfig:
         basic=True,
     )
     data_path: tuple[str, ...] | None = flag(
-        None,
-        "training data: prefix of Megatron's .bin and .idx, or weight prefix pairs",
-        nargs="+",
-        metavar="PREFIX",
-        basic=True,
+        None, "training data: prefix of Megatron's .bin and .idx, or weight prefix pairs", metavar="PREFIX", basic=True
     )
     valid_data_path: tuple[str, ...] | None = flag(
-        None, "validation data, as --data-path", nargs="+", metavar="PREFIX", basic=True
+        None, "validation data, as --data-path", metavar="PREFIX", basic=True
     )
     tokenizer: str = flag(
         "byte", "tokenizer that made the data; see python -m megatron_lossy.data --help", metavar="NAME", basic=True
@@ -167,10 +148,8 @@ class TrainConfig:
         incidental=True,
     )
 
-    eval_interval: int = flag(
-        1000, "iterations between evaluations", metavar="N", group="evaluation and checkpoints", basic=True
-    )
-    eval_iters: int = flag(100, "global batches per evaluation; 0 never evaluates", metavar="N")
+    eval_interval: int = flag(1000, "iterations between evaluations", group="evaluation and checkpoints", basic=True)
+    eval_iters: int = flag(100, "global batches per evaluation; 0 never evaluates")
     save: str | None = flag(None, "folder to write checkpoints to", metavar="FOLDER", incidental=True, basic=True)
     load: str | None = flag(
         None,
@@ -180,38 +159,27 @@ class TrainConfig:
         basic=True,
     )
     save_interval: int | None = flag(
-        None,
-        "iterations between checkpoints; default only the last",
-        type=int,
-        metavar="N",
-        incidental=True,
-        basic=True,
+        None, "iterations between checkpoints; default only the last", incidental=True, basic=True
     )
     save_retain: int | None = flag(
         None,
         "checkpoints of this run to keep in --save; older ones are deleted once a newer one is whole; default all",
-        type=int,
-        metavar="N",
         incidental=True,
     )
     save_failures: int = flag(
         0,
         "failed saves in a row after which the run goes on, and tries again at the next interval; by default the first ends it",
-        metavar="N",
         incidental=True,
     )
-    exit_interval: int | None = flag(
-        None, "save and exit at the first iteration divisible by this", type=int, metavar="N", incidental=True
-    )
+    exit_interval: int | None = flag(None, "save and exit at the first iteration divisible by this", incidental=True)
 
     log_interval: int = flag(
-        10, "iterations between log lines; and metric records", metavar="N", incidental=True, group="logs", basic=True
+        10, "iterations between log lines; and metric records", incidental=True, group="logs", basic=True
     )
     sharpness_interval: int = flag(
         0,
         "iterations between measurements of how large the learning rate is for the curvature of the loss, with --virtual-workers "
         "(docs/monitors.md); 0 never measures",
-        metavar="N",
         incidental=True,
     )
     metrics_dir: str | None = flag(None, "folder of metrics.jsonl; default --save", metavar="FOLDER", incidental=True)
@@ -244,50 +212,35 @@ class TrainConfig:
             yield from self._need(name, 0 < getattr(self, name) < math.inf, "must be above 0")
         for name in ("sgd_momentum", "adam_beta1", "adam_beta2", "hidden_dropout", "attention_dropout"):
             yield from self._need(name, 0 <= getattr(self, name) < 1, "must be in [0, 1)")
-        for name in ("eval_iters", "lr_warmup_iters", "sharpness_interval", "save_failures"):
+        for name in _FROM_ZERO:
             yield from self._need(name, getattr(self, name) >= 0, "must be at least 0")
         yield from self._need("seed", 0 < self.seed < 2**31, "must be in [1, 2^31 - 1]")
         decay = self.lr_decay_iters or self.train_iters
-        yield from self._need(
-            "lr_warmup_iters", self.lr_warmup_iters < decay, f"must be below the {decay} iterations of the decay"
-        )
-        yield from self._need(
-            "hidden_size",
-            self.hidden_size % self.num_attention_heads == 0,
-            f"must be divisible by --num-attention-heads {self.num_attention_heads}",
-        )
-        yield from self._need(
-            "hidden_size",
-            self.hidden_size // self.num_attention_heads % 2 == 0,
-            f"a head of {self.hidden_size // self.num_attention_heads} values cannot be rotated: must be even",
-        )
-        yield from self._need(
-            "num_query_groups",
-            self.num_attention_heads % (self.num_query_groups or 1) == 0,
-            f"must divide --num-attention-heads {self.num_attention_heads}",
-        )
+        below = f"must be below the {decay} iterations of the decay"
+        yield from self._need("lr_warmup_iters", self.lr_warmup_iters < decay, below)
+        heads = self.num_attention_heads
+        size, rest = divmod(self.hidden_size, heads)
+        yield from self._need("hidden_size", not rest, f"must be divisible by --num-attention-heads {heads}")
+        yield from self._need("hidden_size", size % 2 == 0, f"a head of {size} values cannot be rotated: must be even")
+        fits = heads % (self.num_query_groups or 1) == 0
+        yield from self._need("num_query_groups", fits, f"must divide --num-attention-heads {heads}")
         if self.overlap_param_gather and not self.overlap_grad_reduce:
             yield refuse("--overlap-param-gather", "on", "needs --overlap-grad-reduce")
         if not self.use_distributed_optimizer:
             if self.overlap_param_gather:
                 yield refuse("--overlap-param-gather", "on", "nothing is gathered without --use-distributed-optimizer")
-            yield from self._need(
-                "num_distributed_optimizer_instances",
-                self.num_distributed_optimizer_instances == 1,
-                "must be 1 without --use-distributed-optimizer",
-            )
+            name = "num_distributed_optimizer_instances"
+            yield from self._need(name, getattr(self, name) == 1, "must be 1 without --use-distributed-optimizer")
         if self.ddp_average_in_collective and self.calculate_per_token_loss:
             yield refuse("--ddp-average-in-collective", "on", "cannot be combined with --calculate-per-token-loss")
         for name in ("save_retain", "save_failures"):
             yield from self._need(name, not getattr(self, name) or self.save is not None, "needs --save")
-        if self.sharpness_interval:
-            yield from self._need(
-                "sharpness_interval", bool(self.virtual_workers), "needs all workers in one process: --virtual-workers"
-            )
-            yield from self._need("sharpness_interval", not self.bf16, "needs weights in float32, without --bf16")
-            yield from self._need(
-                "sharpness_interval", self.use_distributed_optimizer, "needs one optimizer: --use-distributed-optimizer"
-            )
+        for fine, why in (
+            (self.virtual_workers, "needs all workers in one process: --virtual-workers"),
+            (not self.bf16, "needs weights in float32, without --bf16"),
+            (self.use_distributed_optimizer, "needs one optimizer: --use-distributed-optimizer"),
+        ):
+            yield from self._need("sharpness_interval", bool(fine or not self.sharpness_interval), why)
         if self.data and (self.data_path or self.valid_data_path):
             yield refuse("--data", self.data, "cannot be combined with --data-path or --valid-data-path")
         if self.optimizer != "sgd":
@@ -330,26 +283,16 @@ class TrainConfig:
             fewer = f"only {world_size} started" if world_size < model else f"not {world_size}"
             self._check(widest, False, f"TP x PP = {tensor} x {pipeline} needs a multiple of {model} ranks, {fewer}")
         data = self.data_parallel_size(world_size)
-        self._check(
-            "global_batch_size",
-            self.global_batch_size % (self.micro_batch_size * data) == 0,
-            f"must be divisible by --micro-batch-size {self.micro_batch_size} x {data} data-parallel ranks",
-        )
+        why = f"must be divisible by --micro-batch-size {self.micro_batch_size} x {data} data-parallel ranks"
+        self._check("global_batch_size", self.global_batch_size % (self.micro_batch_size * data) == 0, why)
         self._check("num_layers", self.num_layers % pipeline == 0, f"must be divisible by {pipeline} pipeline stages")
-        for name, value in (
-            ("num_attention_heads", self.num_attention_heads),
-            ("num_query_groups", self.query_groups),
-            ("ffn_hidden_size", self.ffn),
-        ):
+        divided = {"num_attention_heads": self.num_attention_heads, "num_query_groups": self.query_groups}
+        for name, value in (divided | {"ffn_hidden_size": self.ffn}).items():
             if value % tensor:
-                raise refuse(
-                    flag_name(TrainConfig, name), value, f"must be divisible by {tensor} tensor-parallel ranks"
-                )
-        self._check(
-            "num_distributed_optimizer_instances",
-            data % self.num_distributed_optimizer_instances == 0,
-            f"must divide the {data} data-parallel ranks",
-        )
+                why = f"must be divisible by {tensor} tensor-parallel ranks"
+                raise refuse(flag_name(TrainConfig, name), value, why)
+        fits = data % self.num_distributed_optimizer_instances == 0
+        self._check("num_distributed_optimizer_instances", fits, f"must divide the {data} data-parallel ranks")
 
     def data_parallel_size(self, world_size: int) -> int:
         """Return ranks that share the batch, out of ``world_size``, or virtual workers."""
@@ -377,11 +320,6 @@ class TrainConfig:
         """Key and value heads."""
         return self.num_query_groups or self.num_attention_heads
 
-    @property
-    def metrics_folder(self) -> str | None:
-        """The folder of metrics.jsonl; None if there is none."""
-        return self.metrics_dir or self.save
-
     def data_sets(self) -> list[tuple[str, str]]:
         """Return the data sets in ``--data-path`` and ``--valid-data-path``: flag and prefix, without weights."""
         named = (("--data-path", self.data_path), ("--valid-data-path", self.valid_data_path))
@@ -389,10 +327,8 @@ class TrainConfig:
 
     def shape(self) -> dict[str, Any]:
         """Return the settings that fix the shapes of the saved weights."""
-        return {name: getattr(self, name) for name in SHAPE} | {
-            "ffn_hidden_size": self.ffn,
-            "num_query_groups": self.query_groups,
-        }
+        worked_out = {"ffn_hidden_size": self.ffn, "num_query_groups": self.query_groups}
+        return {name: getattr(self, name) for name in SHAPE} | worked_out
 
 
 #: The flags without a default.
@@ -410,21 +346,9 @@ _ONE_DEVICE = (
     "pipeline_model_parallel_size",
     "num_distributed_optimizer_instances",
 )
-_POSITIVE = (
-    *REQUIRED,
-    "ffn_hidden_size",
-    "num_query_groups",
-    "make_vocab_size_divisible_by",
-    "lr_decay_iters",
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "ddp_bucket_size",
-    "num_distributed_optimizer_instances",
-    "virtual_workers",
-    "distributed_timeout_minutes",
-    "eval_interval",
-    "save_interval",
-    "save_retain",
-    "exit_interval",
-    "log_interval",
-)
+_FROM_ZERO = ("eval_iters", "lr_warmup_iters", "sharpness_interval", "save_failures")
+_POSITIVE = [
+    f.name
+    for f in fields(TrainConfig)
+    if f.type in ("int", "int | None") and f.name not in (*_FROM_ZERO, "seed", "rotary_base")
+]

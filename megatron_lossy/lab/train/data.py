@@ -62,14 +62,12 @@ def build_datasets(
     torch.distributed.broadcast_object_list(place)
     folder = Path(place[0])
     importlib.invalidate_caches()  # caches of folders may be older than the helper
+    train = get_blend_from_list(list(config.data_path))
+    valid = get_blend_from_list(list(config.valid_data_path)) if config.eval_iters else None
     dataset_config = GPTDatasetConfig(
         random_seed=config.seed,
         sequence_length=config.seq_length,
-        blend_per_split=[
-            get_blend_from_list(list(config.data_path)),
-            get_blend_from_list(list(config.valid_data_path)) if config.eval_iters else None,
-            None,
-        ],
+        blend_per_split=[train, valid, None],
         path_to_cache=str(folder),
         tokenizer=tokenizer,
         reset_position_ids=False,
@@ -171,8 +169,7 @@ class RankBatches:
 def on_device(samples: Sequence[Mapping[str, torch.Tensor]], target: torch.device) -> dict[str, torch.Tensor]:
     """Return the micro-batch of ``samples`` on ``target``; see :class:`RankBatches`.
 
-    It crosses in one piece. On CUDA it does so from page-locked memory, without a wait for the device's queued
-    work.
+    It crosses in one piece. On CUDA it does so from page-locked memory, without a wait for the device's queued work.
     """
     shape = (len(samples), len(samples[0]["tokens"]))
     count = shape[0] * shape[1]
@@ -206,13 +203,6 @@ def with_data_paths(config: TrainConfig) -> TrainConfig:
     name = f"{config.data}-{platform.python_version()}-{config.tokenizer.replace(os.sep, '_')}"
     prefix = os.path.join(config.data_cache_path or _DEFAULT_FOLDER, name)
     return dataclasses.replace(config, data=None, data_path=(prefix + "_train",), valid_data_path=(prefix + "_valid",))
-
-
-def prepare_text(config: TrainConfig) -> None:
-    """Write the data sets of ``--data`` unless they exist. Rank 0 writes, all ranks wait: a collective call."""
-    if config.data is not None and torch.distributed.get_rank() == 0:
-        write_text(with_data_paths(config))
-    torch.distributed.barrier()
 
 
 def write_text(paths: TrainConfig) -> None:

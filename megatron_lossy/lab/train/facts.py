@@ -48,9 +48,8 @@ def check_flags(config: TrainConfig, lossy: LossyConfig, ranks: int) -> None:
     """Raise :class:`UsageError` for flags that cannot run on ``ranks`` ranks, which ``config`` must divide."""
     if config.sharpness_interval and (lossy.averages or lossy.async_pipeline):
         what = "--islands" if lossy.averages else "--async-pipeline"
-        raise refuse(
-            "--sharpness-interval", config.sharpness_interval, f"cannot be combined with {what}: needs one optimizer"
-        )
+        why = f"cannot be combined with {what}: needs one optimizer"
+        raise refuse("--sharpness-interval", config.sharpness_interval, why)
     if config.save_retain == 1 and lossy.jobs().several and not config.virtual_workers:
         why = "must be at least 2 with --islands: after a kill between their saves all go on from the one before"
         raise refuse("--save-retain", config.save_retain, why)

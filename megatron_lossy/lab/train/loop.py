@@ -38,15 +38,7 @@ from ..virtual.islands import VirtualIslands
 from ..virtual.replicas import VirtualReplicas
 from .checkpoint import Checkpoints, NotSaved
 from .config import TrainConfig
-from .data import (
-    RankBatches,
-    build_datasets,
-    check_data,
-    fingerprint,
-    prepare_text,
-    same_everywhere,
-    with_data_paths,
-)
+from .data import RankBatches, build_datasets, check_data, fingerprint, same_everywhere, with_data_paths, write_text
 from .facts import check_flags
 from .metrics import Console, SilentConsole, perplexity
 from .model import build_model, model_parallel, transformer_impl, world
@@ -90,8 +82,10 @@ def train(config: TrainConfig, lossy_config: LossyConfig, console: Console | Non
     if os.environ.get("RANK", "0") == "0":
         build_helper()
     with world(config, launched):
-        prepare_text(config)
         paths = with_data_paths(config)
+        if config.data is not None and torch.distributed.get_rank() == 0:
+            write_text(paths)
+        torch.distributed.barrier()
         data = same_everywhere(fingerprint(paths))
         check_folders(config, lossy_config, data, paths.data_path)
         if launched is not None:
@@ -161,18 +155,14 @@ class _Run:
         self.console.note(header(self.config, self.lossy, self.data_path))
         for line in self.lossy.config.jobs().advice(self.iterations):
             self.console.note(line)
-        resumed = self._load()
-        self.writers = open_writers(
-            self.config, self.lossy.config, self.progress.iteration if resumed else None, self.lossy.job
-        )
+        resumed = self.progress.iteration if self._load() else None
+        self.writers = open_writers(self.config, self.lossy.config, resumed, self.lossy.job)
         # The first forward pass has nothing to gather, and must not gather before the first update.
         self._gather_in_forward(False, sync=False)
         progress = self.progress
         batches = self.workers.training_batches(self.train_data, progress.iteration, progress.consumed_samples)
         finished, diverged = False, None
-        now = min(self.lossy.job_group.catch_up(progress.iteration), self.iterations - 1)  # which may wait for others
-        if now > progress.iteration:
-            batches = self._go_on_at(now)
+        batches = self._catch_up(batches)  # which may wait for others
         try:
             with self.stop.listening():
                 finished = self._train(batches)
@@ -182,10 +172,8 @@ class _Run:
         finally:
             for writer in self.writers:
                 writer.close()
-        if self.hooked:
-            self._gather_in_forward(False)
-        iteration = self.progress.iteration
-        return {"iteration": iteration, "finished": finished, "diverged": diverged, **self.summary}
+        self._gather_in_forward(False)
+        return {"iteration": progress.iteration, "finished": finished, "diverged": diverged, **self.summary}
 
     def _train(self, batches: list[RankBatches]) -> bool:
         """Iterate to the end (true), or until the run is stopped (false). Raise :class:`Divergence`."""
@@ -193,16 +181,12 @@ class _Run:
         outcomes: deque[Callable[[], tuple[float, float, bool, int]]] = deque()
         grad_norm = 0.0
         while progress.iteration < self.iterations:
-            # The last one evaluates, and saves.
-            now = min(self.lossy.job_group.catch_up(progress.iteration), self.iterations - 1)
-            if now > progress.iteration:
-                batches = self._go_on_at(now)
+            batches = self._catch_up(batches)
             self.lossy.job_group.come_and_go()
             started = time.perf_counter()
             stop, diverged = 0, None
             outcomes.append(self._step(batches))
-            if not self.hooked:
-                self._gather_in_forward(True)
+            self._gather_in_forward(True)
             progress.advance(self.workers.samples(progress.iteration))
             last = progress.iteration == self.iterations
             log, evaluate, save, leave = self._due(last)
@@ -230,13 +214,16 @@ class _Run:
                 return False
         return True
 
-    def _go_on_at(self, iteration: int) -> list[RankBatches]:
-        """Go on with a later ``iteration``: the run has made those before without this job. Return its batches from there on."""
+    def _catch_up(self, batches: list[RankBatches]) -> list[RankBatches]:
+        """Go on with a later iteration if the run has made some without this job. Return ``batches``, or those from there on."""
         progress, config = self.progress, self.config
+        # The last one evaluates, and saves.
+        iteration = min(self.lossy.job_group.catch_up(progress.iteration), self.iterations - 1)
         missed = iteration - progress.iteration
-        self.console.note(
-            f"  goes on at iteration {iteration:7d}: {missed} were made without this {self.lossy.config.jobs().name}"
-        )
+        if missed <= 0:
+            return batches
+        without = f"{missed} were made without this {self.lossy.config.jobs().name}"
+        self.console.note(f"  goes on at iteration {iteration:7d}: {without}")
         progress.consumed_samples += sum(map(self.workers.samples, range(progress.iteration, iteration)))
         progress.iteration = self.lossy.iteration = iteration
         self.lossy.begin_equal()
@@ -250,13 +237,8 @@ class _Run:
         def every(interval: int | None) -> bool:
             return bool(interval) and self.progress.iteration % interval == 0
 
-        evaluate = bool(config.eval_iters) and (every(config.eval_interval) or last)
-        return (
-            every(config.log_interval) or last,
-            evaluate,
-            every(config.save_interval) or last,
-            every(config.exit_interval),
-        )
+        log, save = every(config.log_interval) or last, every(config.save_interval) or last
+        return log, bool(config.eval_iters) and (every(config.eval_interval) or last), save, every(config.exit_interval)
 
     def _step(self, batches: list[RankBatches]) -> Callable[[], tuple[float, float, bool, int]]:
         """Make one iteration. Return a function that waits for its results.
@@ -270,8 +252,7 @@ class _Run:
         def begin(sums: list[torch.Tensor]) -> tuple[Callable[[], float], Callable[[], int]]:
             return begin_mean_loss(self.config, sums, late=bool(self.workers.late)), self.stop.begin()
 
-        begun, successful, grad_norm = self.workers.iterate(batches, begin)
-        loss, anyone_stopped = begun
+        (loss, anyone_stopped), successful, grad_norm = self.workers.iterate(batches, begin)
         norm = self.workers.begin_norm(grad_norm)
 
         def finish() -> tuple[float, float, bool, int]:
@@ -281,7 +262,7 @@ class _Run:
 
     def _gather_in_forward(self, on: bool, sync: bool = True) -> None:
         """Turn the forward hooks of ``--overlap-param-gather`` on or off. Off gathers the due data, if ``sync``."""
-        if not self.config.gathers_in_forward:
+        if on == self.hooked or not self.config.gathers_in_forward:
             return
         self.hooked = on
         for chunk in self.model:
@@ -316,26 +297,19 @@ class _Run:
 
     def _evaluate(self) -> None:
         config, iteration = self.config, self.progress.iteration
-        if self.hooked:
-            self._gather_in_forward(False)
+        self._gather_in_forward(False)
         number = -(-iteration // config.eval_interval) - 1
         losses = evaluate(config, self.workers, self.model, self.valid_data, number, self.lossy)
         for whose, loss in losses.items():
-            record = {
-                "kind": "valid",
-                "iteration": iteration,
-                "lm loss": loss,
-                "lm loss PPL": perplexity(loss),
-                "weights": whose,
-            }
+            record = {"kind": "valid", "iteration": iteration, "lm loss": loss, "lm loss PPL": perplexity(loss)}
+            record["weights"] = whose
             self.console.valid(record)
             self._write(record)
         self.summary["valid"] = losses
 
     def _save(self, goes_on: bool) -> None:
         """Save. A run that ``goes_on`` may fail to, as often in a row as ``--save-failures`` says, and says so."""
-        if self.hooked:
-            self._gather_in_forward(False)
+        self._gather_in_forward(False)
         folder, iteration = self.config.save, self.progress.iteration
         progress = [dataclasses.asdict(self.progress)]
         torch.distributed.broadcast_object_list(progress)  # the seconds differ, and rank 0's are saved

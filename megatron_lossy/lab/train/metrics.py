@@ -51,10 +51,8 @@ class JsonLinesWriter:
 
 def _line(record: dict[str, Any]) -> str:
     """Return ``record`` as a line of JSON. JSON has only null for infinite or undefined numbers."""
-    known = {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in record.items()
-    }
-    return json.dumps(known) + "\n"
+    undefined = {key for key, value in record.items() if isinstance(value, float) and not math.isfinite(value)}
+    return json.dumps(record | dict.fromkeys(undefined)) + "\n"
 
 
 def _records_until(path: Path, iteration: int) -> list[dict[str, Any]]:

@@ -16,11 +16,7 @@ from datetime import timedelta
 import numpy as np
 import torch
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -87,7 +83,7 @@ def build_model(config: TrainConfig, vocab_size: int) -> list[DistributedDataPar
 
     ``vocab_size`` is the tokenizer's, before padding. Weights are random, equal on all data-parallel ranks.
     """
-    transformer = transformer_config(config)
+    transformer, multiple = transformer_config(config), config.make_vocab_size_divisible_by
     if transformer_impl(config) == "transformer_engine":
         layer = get_gpt_layer_with_transformer_engine_spec()
     else:
@@ -95,9 +91,7 @@ def build_model(config: TrainConfig, vocab_size: int) -> list[DistributedDataPar
     model = GPTModel(
         transformer,
         layer,
-        vocab_size=padded_vocab_size(
-            vocab_size, config.make_vocab_size_divisible_by, config.tensor_model_parallel_size
-        ),
+        vocab_size=padded_vocab_size(vocab_size, multiple, config.tensor_model_parallel_size),
         max_sequence_length=config.seq_length,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
@@ -190,7 +184,12 @@ def model_parallel(config: TrainConfig) -> Iterator[None]:
         create_gloo_process_groups=False,  # they are not used here
     )
     groups = list(parallel_state._global_process_group_list)
-    _seed(config.seed)
+    # As Megatron-LM does: pipeline stages differ, data-parallel ranks agree.
+    seed = config.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     yield
     # destroy_model_parallel only forgets the groups. Their sockets would add up over the runs of a process.
     parallel_state.destroy_model_parallel()
@@ -198,12 +197,3 @@ def model_parallel(config: TrainConfig) -> Iterator[None]:
     for group in groups:
         if group is not None and group in torch.distributed.distributed_c10d._world.pg_map:
             torch.distributed.destroy_process_group(group)
-
-
-def _seed(seed: int) -> None:
-    """Seed as Megatron-LM does: pipeline stages differ, data-parallel ranks agree."""
-    seed += 100 * parallel_state.get_pipeline_model_parallel_rank()
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
-    tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)

@@ -49,11 +49,10 @@ def build_optimizer(config: TrainConfig, model_chunks: list) -> tuple[MegatronOp
         use_gloo_process_groups=False,
     )
     if config.optimizer == "nadam":
+        psi = config.nadam_momentum_decay
+        psi = _MOMENTUM_DECAY / config.train_iters if psi is None else psi
         for wrapper in optimizers(optimizer):
-            psi = config.nadam_momentum_decay
-            wrapper.optimizer = NAdamW.instead_of(
-                wrapper.optimizer, _MOMENTUM_DECAY / config.train_iters if psi is None else psi
-            )
+            wrapper.optimizer = NAdamW.instead_of(wrapper.optimizer, psi)
     samples = config.global_batch_size
     scheduler = OptimizerParamScheduler(
         optimizer,

@@ -42,14 +42,9 @@ def require_megatron() -> None:
     from ...base import device
 
     device.prepare_import()
-    try:
-        import megatron.core
-    except ImportError as error:
-        raise UsageError(f"megatron-core cannot be imported ({error}); install it: pip install megatron-core") from None
-    from ...hooks import check_version
-    from ...hooks.versions import OLDEST_FOR_TRAIN
+    from ...hooks import versions
 
-    check_version(megatron.core.__version__, OLDEST_FOR_TRAIN)
+    versions.require_megatron(versions.OLDEST_FOR_TRAIN)
 
 
 @contextlib.contextmanager

@@ -48,12 +48,8 @@ class Progress:
 
     def close_window(self) -> tuple[float, int, float]:
         """Return mean loss, skipped iterations and mean seconds of the window, and begin a new one."""
-        updated = self.window_iterations - self.window_skipped
-        result = (
-            self.window_loss / max(1, updated),
-            self.window_skipped,
-            self.window_seconds / self.window_iterations,
-        )
+        loss = self.window_loss / max(1, self.window_iterations - self.window_skipped)
+        result = loss, self.window_skipped, self.window_seconds / self.window_iterations
         self.window_loss, self.window_iterations, self.window_skipped, self.window_seconds = 0.0, 0, 0, 0.0
         return result
 
@@ -66,7 +62,7 @@ def open_writers(config: TrainConfig, lossy_config: LossyConfig, resumed_at: int
     """
     if torch.distributed.get_rank() != 0:
         return []
-    folder = config.metrics_folder
+    folder = config.metrics_dir or config.save
     writers: list[Writer] = []
     if folder:
         writers.append(JsonLinesWriter(folder, resumed_at))

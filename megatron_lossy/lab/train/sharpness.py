@@ -116,8 +116,6 @@ class Sharpness:
         found, self._found = self._found, []
         return {name: float(np.mean([record[name] for record in found])) for name in (found[0] if found else ())}
 
-    # --- the matrix --------------------------------------------------------------------------------------------------
-
     def _preconditioner(self) -> torch.Tensor | None:
         """Return P^1/2 of all parameters in a row, float32[n]; ``None`` before the first update."""
         parts = []
@@ -165,16 +163,16 @@ class Sharpness:
         assert total is not None
         return total / max(1, tokens)
 
-    # --- comparison with the theory of lag ---------------------------------------------------------------------------
-
     def _stability(self, sharpness: float) -> dict[str, float]:
         """Return the learning rate times the sharpness; with losses known beforehand, also lag and stable limit."""
         step = get_canonical_lr_for_logging(self._optimizer.param_groups) / lr_scale(self._config) * sharpness
         found = {"lr x sharpness": step}
         lag = self._lag()
         if lag is not None:
-            sent = self._lead(lag)
-            config = self._config
+            config, loss = self._config, self._run.config
+            sent = Lead()  # with which owners send
+            if lag.share and not loss.sends_weights():
+                sent = Lead(*loss.lead) if loss.lead is not None else lead(lag.share, lag.mean)
             beta1 = config.sgd_momentum if config.optimizer == "sgd" else config.adam_beta1
             found["lag x lr x sharpness"] = mean_lag(lag, sent) * step
             found["largest lr x sharpness"] = stability_limit(beta1, lag, sent, config.optimizer == "nadam")
@@ -188,10 +186,3 @@ class Sharpness:
             return None
         share, mean = np.mean(known, axis=0)
         return Lag(float(share), float(1 - share / mean)) if share else Lag()
-
-    def _lead(self, lag: Lag) -> Lead:
-        """Return the lead with which owners send."""
-        config = self._run.config
-        if config.sends_weights() or not lag.share:
-            return Lead()
-        return Lead(*config.lead) if config.lead is not None else lead(lag.share, lag.mean)

@@ -51,18 +51,13 @@ class VirtualRun(Run):
         self.rank = 0
         #: Pipeline stages with weights of different ages, of :mod:`.async_pipeline.virtual`, if there are any.
         self.stages: Any = None
-        self._attach_mechanisms()
+        # Parts that mechanisms have in runs of virtual workers alone; none of them names its twin.
+        if (config.virtual_stages or 1) > 1:
+            self.add_part(Stages(config.virtual_stages))
+        MECHANISMS.attach(self)
         self._ledger = Ledger("virtual workers")
         self._ledger.install(self.patches)
         self._tokens: torch.Tensor | None = None
-
-    # --- building ------------------------------------------------------------------------------------------------
-
-    def _attach_mechanisms(self) -> None:
-        """Attach mechanisms, and the parts that some have in runs of virtual workers alone. None of them names its twin."""
-        if (self.config.virtual_stages or 1) > 1:
-            self.add_part(Stages(self.config.virtual_stages))
-        MECHANISMS.attach(self)
 
     @abstractmethod
     def building(self) -> contextlib.AbstractContextManager[None]:
@@ -90,8 +85,6 @@ class VirtualRun(Run):
     @abstractmethod
     def _add(self, ddp: Any) -> None:
         """Register the buckets of ``ddp``."""
-
-    # --- an iteration --------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def worker(self, worker: int, evaluates: bool = False) -> Iterator[None]:
@@ -143,8 +136,6 @@ class VirtualRun(Run):
     def uninstall(self) -> None:
         self._ledger.uninstall()
         super().uninstall()
-
-    # --- answers of every run --------------------------------------------------------------------------------------
 
     def living_optimizers(self) -> list[Any]:
         # Megatron sets the scale_loss of its optimizer.

@@ -50,8 +50,6 @@ class VirtualCluster(VirtualRun):
         self._members, self._ranks = members, ranks
         self._streams: list[StreamBuckets] = []
 
-    # --- building ------------------------------------------------------------------------------------------------
-
     def building(self) -> contextlib.AbstractContextManager[None]:
         return buffers_for(self.workers)
 
@@ -77,8 +75,6 @@ class VirtualCluster(VirtualRun):
             why="adds up the gradient norm shard by shard, as the ranks do, so that clipping rounds alike",
         )
         return patched("virtual cluster", norm)
-
-    # --- an iteration --------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _replica(self, worker: int) -> Iterator[None]:
@@ -122,8 +118,6 @@ class VirtualCluster(VirtualRun):
         self.events.iteration_ends()
         return result
 
-    # --- answers of every run --------------------------------------------------------------------------------------
-
     def begin_update(self) -> None:
         super().begin_update()
         for stream in self._streams:
@@ -151,9 +145,8 @@ class VirtualCluster(VirtualRun):
         return self._streams
 
     def replicas(self) -> list[VirtualSampler]:
-        return [
-            VirtualSampler(stream.groups[0], stream.pairs, stream.versions, stream.sending) for stream in self._streams
-        ]
+        streams = self._streams
+        return [VirtualSampler(own.groups[0], own.pairs, own.versions, own.sending) for own in streams]
 
     @contextlib.contextmanager
     def exchanged_weights(self, model_chunks: ModelChunks) -> Iterator[None]:
@@ -274,11 +267,7 @@ def buffers_for(workers: int) -> contextlib.AbstractContextManager[None]:
     why = "buckets must be padded for as many shards as there are virtual workers"
     return patched(
         "layout of virtual workers",
-        Patch(
-            target="megatron.core.distributed.distributed_data_parallel:_ParamAndGradBuffer",
-            make=padded,
-            why=why,
-        ),
+        Patch(target="megatron.core.distributed.distributed_data_parallel:_ParamAndGradBuffer", make=padded, why=why),
         Patch(
             target="megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._compute_per_buffer_param_layout",
             around=compute_layout,

@@ -153,10 +153,9 @@ class LossyWorkers:
         if "grad" in self._coded:
             inputs = [whole.float() for whole in inputs]  # owners add up more than half precision can hold
         exchange = Exchange("grad", Stream(), step)
-        transfers = [
-            group.reduce_scatter(Gradients(exchange, bucket, whole, output, averaged=averaged))
-            for group, whole, output in zip(self.groups, inputs, outputs, strict=True)
-        ]
+        transfers = []
+        for group, whole, output in zip(self.groups, inputs, outputs, strict=True):
+            transfers.append(group.reduce_scatter(Gradients(exchange, bucket, whole, output, averaged=averaged)))
         # The units that will not arrive have been removed from all inputs.
         for rank, output in enumerate(outputs):
             parts = torch.stack([whole.chunk(len(inputs))[rank] for whole in inputs])

@@ -21,11 +21,6 @@ from .island_schedule import FLAG, Schedule, read_schedule
 from .islands import VirtualIslands
 
 
-def least_lag(lags: Sequence[int]) -> int:
-    """Return the place of the least of ``lags``; of equal ones the first."""
-    return min(range(len(lags)), key=lambda place: lags[place])
-
-
 class Return(NamedTuple):
     """An island that is there again.
 
@@ -71,8 +66,6 @@ class Presence:
         for slot in empty:
             self.slots[slot] = VirtualSlot(trains=False, reached=False, own=False, fresh=True)
 
-    # --- presence ------------------------------------------------------------------------------------------------
-
     @property
     def training(self) -> list[int]:
         """The slots that make the next iteration."""
@@ -98,8 +91,6 @@ class Presence:
         lives = [self.slots[number].life for number in self.members]
         return Epoch(tuple(map(Member, self.members, lives, roles)), first)
 
-    # --- who comes and goes ----------------------------------------------------------------------------------------
-
     def leave(self, number: int, event: str) -> None:
         """Let slot ``number`` leave. ``event``: "stop" ends it, "freeze" only stands still, "cut" trains alone."""
         slot = self.slots[number]
@@ -111,7 +102,7 @@ class Presence:
     def come(self, number: int, now: int) -> Return:
         """Let slot ``number`` come after ``now`` iterations of the run. Another member must be there already."""
         self._someone_sends(now)
-        slot, sender = self.slots[number], self._next_sender(number)
+        slot, sender = self.slots[number], min(self.senders, key=lambda other: (other - number) % len(self.slots))
         idle, how = not slot.trains, "keep"
         if not slot.own or slot.stopped(now, self._keep) or self._copies:
             how = self._rejoin
@@ -123,16 +114,10 @@ class Presence:
         slot.listens = how == "listen" or (how == "copy" and slot.stopped(now, self._keep))
         return Return(number, how, sender, idle, anew)
 
-    def _next_sender(self, number: int) -> int:
-        """Return the sender in the next slot after ``number``."""
-        return min(self.senders, key=lambda other: (other - number) % len(self.slots))
-
     def _someone_sends(self, now: int) -> None:
         """Let the member with the least lag send if all others have left."""
         if self.members and not self.senders:
-            self.slots[self.members[least_lag(self.lags(now))]].listens = False
-
-    # --- an iteration ----------------------------------------------------------------------------------------------
+            min((self.slots[number] for number in self.members), key=lambda slot: slot.lag(now)).listens = False
 
     def trained(self) -> None:
         """Note that the run has made an iteration."""
@@ -172,14 +157,8 @@ class Churn:
     ) -> None:
         assert config.island_schedule is not None, config
         self.schedule: Schedule = read_schedule(config.island_schedule, config.islands, iterations)
-        self.presence = Presence(
-            config.islands,
-            config.keep,
-            config.rejoin,
-            config.overlap,
-            self.schedule.empty,
-            copies=config.has_outer_optimizer,
-        )
+        how = config.keep, config.rejoin, config.overlap
+        self.presence = Presence(config.islands, *how, self.schedule.empty, copies=config.has_outer_optimizer)
         self.epoch = self.presence.epoch(0)
         self._path, self._interval, self._note = config.island_schedule, config.sync_interval, note
 
@@ -251,8 +230,6 @@ class ChurningIslands(VirtualIslands):
     def _member_rounds(self) -> list[MemberRounds]:
         return [rounds for rounds in self._rounds if isinstance(rounds, MemberRounds)]
 
-    # --- presence ------------------------------------------------------------------------------------------------
-
     @property
     def present(self) -> Sequence[int]:
         return self.churn.presence.training
@@ -278,18 +255,16 @@ class ChurningIslands(VirtualIslands):
         if arrival.idle or arrival.how == "copy":
             self._begin_equal(island)
 
-    # --- an iteration ----------------------------------------------------------------------------------------------
-
     def _exchange(self, among: tuple[int, int] | None = None) -> None:
-        epoch = self.churn.end(self.iteration, self._visits)
+        def visits(island: int) -> int:
+            return min(rounds.visits(island) for rounds in self._member_rounds)
+
+        epoch = self.churn.end(self.iteration, visits)
         if epoch is not None:
             among = (len(epoch.senders), len(epoch.slots))
             for rounds in self._rounds:
                 rounds.crossing.among(epoch.senders, epoch.slots)
         super()._exchange(among)
-
-    def _visits(self, island: int) -> int:
-        return min(rounds.visits(island) for rounds in self._member_rounds)
 
     def _report(self, delivery: Delivery) -> None:
         """Report with all slots as sources: nothing arrives from those that are away."""
@@ -297,8 +272,6 @@ class ChurningIslands(VirtualIslands):
         arrived = np.zeros((receivers, len(self.clusters), units), dtype=bool)
         arrived[:, list(delivery.sources)] = delivery.arrived
         super()._report(replace(delivery, sources=range(len(self.clusters)), arrived=arrived))
-
-    # --- saving ----------------------------------------------------------------------------------------------------
 
     def _more_state(self) -> dict[str, Any]:
         return {"churn": self.churn.state_dict(self.iteration)}

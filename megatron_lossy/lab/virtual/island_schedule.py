@@ -142,9 +142,8 @@ def _check_order(schedule: Schedule, path: str, places: dict[Event, int]) -> Non
         elif before.at == one.at:
             raise _wrong(path, places[one], f"event {one.event}: slot {one.slot} has another event at {one.at}")
         else:
-            allowed = {"stop": ("return",), "freeze": ("stop", "return"), "cut": ("stop", "freeze", "return")}.get(
-                before.event, _LEAVING
-            )
+            after = {"stop": ("return",), "freeze": ("stop", "return"), "cut": ("stop", "freeze", "return")}
+            allowed = after.get(before.event, _LEAVING)
             was = "is there" if not before.leaves else f"has had {before.event} at {before.at}"
         if one.event not in allowed:
             why = f"event {one.event}: slot {one.slot} {was}; must be one of {', '.join(allowed)}"

@@ -38,16 +38,11 @@ class IslandWorkers(Workers):
         return built[0]
 
     def training_batches(self, dataset: GPTDataset, iteration: int, consumed: int) -> list[RankBatches]:
-        size = self._islands.workers
-        return [
-            RankBatches(dataset, self._config, self._made(rank, iteration), rank, size) for rank in self._islands.local
-        ]
-
-    def _made(self, rank: int, iteration: int) -> int:
-        """Return the global sample that ``rank`` counts from after ``iteration`` iterations of the slowest island."""
-        flags = self._islands.config
-        island = rank * flags.islands // self._islands.workers
-        return flags.local_iterations(island, iteration) * self._config.global_batch_size
+        flags, size, batches = self._islands.config, self._islands.workers, []
+        for rank in self._islands.local:  # ``iteration`` is the slowest island's
+            made = flags.local_iterations(rank * flags.islands // size, iteration) * self._config.global_batch_size
+            batches.append(RankBatches(dataset, self._config, made, rank, size))
+        return batches
 
     def samples(self, iteration: int) -> int:
         made = sum(self._due(island, iteration) for island in self._islands.present)
@@ -119,9 +114,5 @@ def _with_clock(config: TrainConfig, iterations: int) -> TrainConfig:
     share = iterations / config.train_iters
     warmup, decay = round(config.lr_warmup_iters * share), config.lr_decay_iters
     decay = decay and max(1, round(decay * share))
-    return dataclasses.replace(
-        config,
-        train_iters=iterations,
-        lr_warmup_iters=min(warmup, (decay or iterations) - 1),
-        lr_decay_iters=decay,
-    )
+    warmup = min(warmup, (decay or iterations) - 1)
+    return dataclasses.replace(config, train_iters=iterations, lr_warmup_iters=warmup, lr_decay_iters=decay)

@@ -32,7 +32,7 @@ from ...mechanisms.islands.flags import CONSENSUS_FOLDER
 from ...mechanisms.islands.mean import bytes_sent
 from ...mechanisms.islands.monitor import IslandMonitor
 from ...mechanisms.islands.rounds import Rounds
-from ...mechanisms.islands.vector import Subset, Vector, shard_vector
+from ...mechanisms.islands.vector import Subset, shard_vector
 from ...run.base import ModelChunks, Run
 from ...run.monitor import load_states, states_of
 from ...transport import LossyGroup
@@ -72,8 +72,6 @@ class VirtualIslands(Run, JobGroup):
         self._rounds: list[Rounds] = []  # by shard of the weights
         self._random: dict[int, dict[str, Any]] = {}
 
-    # --- building --------------------------------------------------------------------------------------------------
-
     def building(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which DistributedDataParallel lays its buffers out as the ranks of an island would."""
         return buffers_for(self.clusters[0].workers)
@@ -90,23 +88,17 @@ class VirtualIslands(Run, JobGroup):
         """Start every island from the weights in the model. ``optimizers``, ``schedulers``: Megatron's, by island."""
         self._optimizers, self._schedulers = list(optimizers), list(schedulers)
         self._kept = [[bucket.param_data.clone() for bucket in self._buckets] for _ in self.clusters]
-        for shard in range(self.clusters[0].workers if self.config.sync_method != "none" else 0):
-            vectors = [self._vector(island, shard) for island in range(len(self.clusters))]
+        shards, states = self.clusters[0].workers, list(zip(map(inner_optimizers, optimizers), self._kept, strict=True))
+        for shard in range(shards if self.config.sync_method != "none" else 0):
+            vectors = [shard_vector(inner, self._buckets, kept, shard, shards) for inner, kept in states]
             stream = Stream("islands", expert_rank=shard)
             subset = Subset(self.config, vectors[0].size, self._seed, stream)
             crossing = InMemory(self.config, stream, self._steps)
             self._rounds.append(self._make_rounds(self.config, subset, vectors, crossing, self._steps, self.device))
 
-    def _vector(self, island: int, shard: int) -> Vector:
-        inner = inner_optimizers(self._optimizers[island])
-        kept, shards = self._kept[island], self.clusters[0].workers
-        return shard_vector(inner, self._buckets, kept, shard, shards)
-
     @property
     def _buckets(self) -> list[Any]:
         return [bucket for stream in self.clusters[0].streams for bucket in stream.buckets]
-
-    # --- presence ------------------------------------------------------------------------------------------------
 
     @property
     def present(self) -> Sequence[int]:
@@ -120,8 +112,6 @@ class VirtualIslands(Run, JobGroup):
 
     def _make_rounds(self, *arguments: Any) -> Rounds:
         return Rounds(*arguments)
-
-    # --- an iteration ----------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def turn(self, island: int, keep: bool = True) -> Iterator[VirtualCluster]:
@@ -176,8 +166,6 @@ class VirtualIslands(Run, JobGroup):
             for observer in self.clusters[island].observers:
                 observer.observe(own)
 
-    # --- evaluation ------------------------------------------------------------------------------------------------
-
     @contextlib.contextmanager
     def exchanged_weights(self, model_chunks: ModelChunks) -> Iterator[None]:
         """Return a context in which the model has the weights of the first island, which a checkpoint holds."""
@@ -211,8 +199,6 @@ class VirtualIslands(Run, JobGroup):
 
     def saved_beside(self, folder: str) -> tuple[str, bool] | None:
         return (os.path.join(folder, CONSENSUS_FOLDER), True) if self.config.save_consensus else None
-
-    # --- answers of every run --------------------------------------------------------------------------------------
 
     @property
     def groups(self) -> list[LossyGroup]:
@@ -255,8 +241,6 @@ class VirtualIslands(Run, JobGroup):
         for cluster in self.clusters:
             cluster.uninstall()
 
-    # --- saving ----------------------------------------------------------------------------------------------------
-
     def identity(self) -> dict[str, Any]:
         sizes = bucket_sizes([(stream.stream, stream.pairs) for stream in self.clusters[0].streams])
         return {"workers": self.workers, "islands": len(self.clusters), **sizes}
@@ -265,15 +249,11 @@ class VirtualIslands(Run, JobGroup):
         return "virtual.pt"
 
     def exchanged_state(self) -> list[dict[str, Any]]:
-        return [
-            {
-                "iteration": cluster.iteration,
-                "update": cluster.update,
-                **cluster.replica_state(),
-                "observers": states_of(cluster.observers),
-            }
-            for cluster in self.clusters
-        ]
+        states = []
+        for cluster in self.clusters:
+            own = {"iteration": cluster.iteration, "update": cluster.update, **cluster.replica_state()}
+            states.append({**own, "observers": states_of(cluster.observers)})
+        return states
 
     def load_exchanged_state(self, state: list[dict[str, Any]]) -> None:
         for cluster, saved in zip(self.clusters, state, strict=True):
@@ -295,7 +275,26 @@ class VirtualIslands(Run, JobGroup):
         super().save_replicas(folder)
 
     def _state_of(self, island: int) -> dict[str, Any]:
-        return island_state(inner_optimizers(self._optimizers[island]), self._schedulers[island], self._kept[island])
+        optimizers = inner_optimizers(self._optimizers[island])
+        return {
+            "weights": list(self._kept[island]),
+            "main": [weights.detach() for weights in _main(optimizers)],
+            "optimizers": [optimizer.optimizer.state_dict() for optimizer in optimizers],
+            "scheduler": self._schedulers[island].state_dict(),
+        }
+
+    def _load_island(self, island: int, state: dict[str, Any]) -> None:
+        """Restore :meth:`_state_of`."""
+        optimizers, scheduler = inner_optimizers(self._optimizers[island]), self._schedulers[island]
+        with torch.no_grad():
+            for weights, saved in zip(self._kept[island], state["weights"], strict=True):
+                weights.copy_(saved)
+            for weights, saved in zip(_main(optimizers), state["main"], strict=True):
+                weights.copy_(saved)
+        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+            optimizer.optimizer.load_state_dict(saved)
+        scheduler.num_steps = 0  # Megatron adds the loaded number to it
+        scheduler.load_state_dict(state["scheduler"])
 
     def _take_state(self, island: int, state: dict[str, Any]) -> None:
         """Let ``island`` have weights as those of ``state``, of another one or of before, and what an optimizer keeps of them.
@@ -303,9 +302,8 @@ class VirtualIslands(Run, JobGroup):
         Its learning rate follows the run.
         """
         own = copy.deepcopy(state)  # an optimizer may keep the very tensors that it loads
-        scheduler = self._schedulers[island]
-        own["scheduler"] = scheduler.state_dict()
-        load_island_state(inner_optimizers(self._optimizers[island]), scheduler, self._kept[island], own)
+        own["scheduler"] = self._schedulers[island].state_dict()
+        self._load_island(island, own)
 
     def _begin_equal(self, island: int) -> None:
         """Note that all replicas of ``island`` have its owners' weights."""
@@ -314,16 +312,20 @@ class VirtualIslands(Run, JobGroup):
 
     def load_replicas(self, folder: str | os.PathLike) -> None:
         """Restore the state of :meth:`save_replicas`. Raise :class:`UsageError` for the checkpoint of another run."""
-        saved = load_islands(folder, len(self.clusters), self.device)
+        path, islands = Path(folder, ISLANDS), len(self.clusters)
+        if not path.is_file():
+            raise refuse("--islands", islands, f"the checkpoint {Path(folder)} is of no islands")
+        saved = torch.load(path, map_location=self.device, weights_only=True)
+        if (there := saved["format"]) > _FORMAT:
+            raise refuse("--islands", islands, f"{path} has format {there}; this version reads up to {_FORMAT}")
         for name, here in self.identity().items():
             there = saved["identity"].get(name)
             if there != here:
                 raise refuse("--islands", f"with {Path(folder)}", f"{name} was {there} there and is {here} here")
         if len(saved["rounds"]) != len(self._rounds):
             raise refuse("--sync-method", self.config.sync_method, f"exchanges were others in {Path(folder)}")
-        states = zip(self._optimizers, self._schedulers, self._kept, saved["islands"], strict=True)
-        for optimizer, scheduler, kept, state in states:
-            load_island_state(inner_optimizers(optimizer), scheduler, kept, state)
+        for island, state in enumerate(saved["islands"]):
+            self._load_island(island, state)
         for rounds, state in zip(self._rounds, saved["rounds"], strict=True):
             rounds.load_state_dict(state)
         self._random = {island: on_cpu(random) for island, random in saved["random"].items()}
@@ -344,46 +346,7 @@ def _squares(vectors: Sequence[torch.Tensor]) -> float:
     return float((apart - apart.mean(dim=0)).square().sum())
 
 
-# --- the state of islands in a checkpoint; real islands have checkpoints of their own ---------------------------------
-
-
-def island_state(optimizers: Sequence[Any], scheduler: Any, kept: Sequence[torch.Tensor]) -> dict[str, Any]:
-    """Return the state of one island. ``kept``: the parameters of each bucket."""
-    return {
-        "weights": list(kept),
-        "main": [weights.detach() for weights in _main(optimizers)],
-        "optimizers": [optimizer.optimizer.state_dict() for optimizer in optimizers],
-        "scheduler": scheduler.state_dict(),
-    }
-
-
-def load_island_state(
-    optimizers: Sequence[Any], scheduler: Any, kept: Sequence[torch.Tensor], state: dict[str, Any]
-) -> None:
-    """Restore :func:`island_state`."""
-    with torch.no_grad():
-        for weights, saved in zip(kept, state["weights"], strict=True):
-            weights.copy_(saved)
-        for weights, saved in zip(_main(optimizers), state["main"], strict=True):
-            weights.copy_(saved)
-    for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
-        optimizer.optimizer.load_state_dict(saved)
-    scheduler.num_steps = 0  # Megatron adds the loaded number to it
-    scheduler.load_state_dict(state["scheduler"])
-
-
 def _main(optimizers: Sequence[Any]) -> list[torch.Tensor]:
     """Return the float32 weights that are not the model's own."""
     groups = (group for optimizer in optimizers for group in optimizer.shard_fp32_from_float16_groups)
     return [main for group in groups for main in group if main is not None]
-
-
-def load_islands(folder: str | os.PathLike, islands: int, device: torch.device) -> dict[str, Any]:
-    """Return the state written by :meth:`VirtualIslands.save_replicas`. Raise :class:`UsageError` if none fits."""
-    path = Path(folder, ISLANDS)
-    if not path.is_file():
-        raise refuse("--islands", islands, f"the checkpoint {Path(folder)} is of no islands")
-    state = torch.load(path, map_location=device, weights_only=True)
-    if state["format"] > _FORMAT:
-        raise refuse("--islands", islands, f"{path} has format {state['format']}; this version reads up to {_FORMAT}")
-    return state

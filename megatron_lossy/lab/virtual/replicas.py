@@ -48,19 +48,17 @@ class TrainingStates:
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], optimizers: Sequence[Any], count: int) -> None:
         self._inner = [optimizer.optimizer for optimizer in optimizers if optimizer.optimizer is not None]
-        self._mains = [
-            (inner, main) for inner in self._inner for group in inner.param_groups for main in group["params"]
-        ]
+        groups = [(inner, group) for inner in self._inner for group in inner.param_groups]
+        self._mains = [(inner, main) for inner, group in groups for main in group["params"]]
         self._numbers = {id(main): number for number, (_, main) in enumerate(self._mains)}
         copies = [weights for weights in parameters if weights.requires_grad and id(weights) not in self._numbers]
         self._tensors = [*(main for _, main in self._mains), *copies]
-        self._states = [self._here()]
-        self._states += [copy.deepcopy(self._states[0]) for _ in range(1, count)]
+        self._count = count
+        self.spread()
 
     def _here(self) -> _State:
-        return _State(
-            [tensor.data for tensor in self._tensors], [inner.state[main] for inner, main in self._mains], self._steps()
-        )
+        moments = [inner.state[main] for inner, main in self._mains]
+        return _State([tensor.data for tensor in self._tensors], moments, self._steps())
 
     def _groups(self) -> Iterator[dict[str, Any]]:
         return (group for inner in self._inner for group in inner.param_groups if "step" in group)
@@ -89,8 +87,8 @@ class TrainingStates:
 
     def spread(self) -> None:
         """Give every worker a copy of the state in the model: a loaded checkpoint may have replaced its tensors."""
-        self._states = [self._here(), *([None] * (len(self._states) - 1))]
-        self._states[1:] = [copy.deepcopy(self._states[0]) for _ in self._states[1:]]
+        here = self._here()
+        self._states = [here, *(copy.deepcopy(here) for _ in range(1, self._count))]
 
     def weights(self, worker: int, own: Sequence[Main]) -> list[torch.Tensor]:
         """Return the main weights ``own`` of ``worker``."""
@@ -134,12 +132,6 @@ class WorkerReplicas(HeldReplicas):
             raise refuse("--loss-scale", f"{float(self.unit()):g}", why)
         self._states = TrainingStates(self._parameters, self._run.living_optimizers(), self._peers.size)
 
-    @property
-    def kept(self) -> TrainingStates:
-        """The workers' states. Call :meth:`begin` first."""
-        assert self._states is not None
-        return self._states
-
     def peers_of(self, stream: ReplicaStream) -> Peers:
         return self._peers
 
@@ -150,13 +142,13 @@ class WorkerReplicas(HeldReplicas):
         return [[[buffer] for buffer in own] for own in self.own[stream]]
 
     def weights(self, replica: int, own: Sequence[Main]) -> list[torch.Tensor]:
-        return self.kept.weights(replica, own)
+        return self._states.weights(replica, own)
 
     def states(self, replica: int, own: Sequence[Main]) -> list[dict[str, Any]]:
-        return self.kept.moments(replica, own)
+        return self._states.moments(replica, own)
 
     def models(self, mains: Mains) -> Sequence[Tensors]:
-        return [partial(self.kept.copies, worker) for worker in self._peers.local]
+        return [partial(self._states.copies, worker) for worker in self._peers.local]
 
     def load_replica_state(self, state: Any) -> None:
         self.begin()
@@ -180,8 +172,6 @@ class VirtualReplicas(VirtualRun):
         #: Whether workers can ever differ.
         self.differ = workers > 1 and config.errs_apart
 
-    # --- building ------------------------------------------------------------------------------------------------
-
     def building(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()  # without the distributed optimizer nothing is padded
 
@@ -190,8 +180,6 @@ class VirtualReplicas(VirtualRun):
         self.held.add_model_chunk(ddp)
         for stream in self.held.streams:
             self._sums.append([torch.empty_like(bucket.grad_data) for bucket in stream.buckets])
-
-    # --- an iteration --------------------------------------------------------------------------------------------
 
     def _replica(self, worker: int) -> contextlib.AbstractContextManager[None]:
         return self.held.turn(worker)
@@ -260,8 +248,6 @@ class VirtualReplicas(VirtualRun):
             else:
                 self._reduce(worker, buffers, scale)
             return optimizer.step()
-
-    # --- answers of every run --------------------------------------------------------------------------------------
 
     @property
     def groups(self) -> list[LossyGroup]:

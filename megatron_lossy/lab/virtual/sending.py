@@ -141,10 +141,7 @@ class Leads(Sending):
             for worker, rules in enumerate(self._rules):
                 for rule, buffer in zip(rules, self.buffers, strict=True):
                     rule.put_lead(step, buffer.chunk(len(self._groups))[worker])
-        self._count(step)
-
-    def _count(self, step: int) -> None:
-        """Let every worker count its losses of ``step``, once, if the counts give its lag."""
+        # Every worker counts its losses of the step, once, if the counts give its lag.
         for group, rules in zip(self._groups, self._rules, strict=True):
             for bucket, rule in enumerate(rules):
                 if rule.lag.counted is not None:

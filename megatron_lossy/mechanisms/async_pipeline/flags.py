@@ -23,7 +23,6 @@ class AsyncPipelineFlags(Flags):
     virtual_stages: int | None = flag(
         None,
         "with --virtual-workers and --async-pipeline: compute as this many pipeline stages would, in one process",
-        type=int,
         metavar="P",
     )
 

@@ -36,16 +36,12 @@ class BoundaryFlags(Flags):
         "parity of messages over high boundaries and over low ones: C packets of XOR parity for each B; if more than SHARE of a "
         "message, in [0, 1), is lost after it, the message is sent again and nothing of it is lost; boundaries after at most "
         "DEPTH of the layers, in [0, 1], are high; off: no parity and nothing is sent again, so that all that is lost becomes zeros",
-        type=str,
-        nargs="+",
         metavar="B,C,SHARE B,C,SHARE DEPTH | off",
     )
     act_loss_in_eval: bool = flag(False, "activations are lost in forward passes without gradients, too")
     virtual_boundaries: tuple[int, ...] | None = flag(
         None,
         "with one pipeline stage: lose at the boundaries that stages would have after these decoder layers, counted from 1",
-        type=int,
-        nargs="+",
         metavar="LAYER",
     )
 

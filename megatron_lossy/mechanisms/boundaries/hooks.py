@@ -51,8 +51,6 @@ _OPS = Signature(
     ),
     others=(),
 )
-#: Kinds of Megatron's schedules for several stages.
-_PIPELINED = ("with_interleaving", "without_interleaving")
 
 
 class _Schedule:
@@ -93,8 +91,13 @@ class StageBoundaries(Part):
     def find_nodes(self, ddp: Any) -> None:
         """Find the nodes of all ranks. A collective call."""
         # Over all ranks, so before anything that only some of them have.
-        if self.run.exchanges.find_nodes():
-            _warn_if_reliable(self.run.exchanges.nodes)
+        if not self.run.exchanges.find_nodes():
+            return
+        # The first rank of each pipeline says that none of its boundaries leaves a node.
+        nodes, ranks = self.run.exchanges.nodes, pipeline_ranks()
+        if len(ranks) > 1 and len({nodes[rank] for rank in ranks}) == 1 and ranks[0] == dist.get_rank():
+            text = "nothing is lost between the stages on ranks %s: they are on one node (--lossy-links inter-node)"
+            logger.warning(text, ranks)
 
     def add_model_chunk(self, ddp: Any) -> None:
         """Lose messages after layers of ``ddp``, if the boundaries are virtual."""
@@ -141,20 +144,15 @@ class StageBoundaries(Part):
     def communicate(self, original: Callable, **kwargs: Any) -> Any:
         """Wrap ``_p2p_ops`` and ``_batched_p2p_ops``: zero lost packets of a received message once it is waited for."""
         fills: dict[str, Callable[[], None]] = {}
-        for name, phase, peer in (
-            ("recv_prev", "act", "prev_pipeline_rank"),
-            ("recv_next", "act-grad", "next_pipeline_rank"),
-        ):
-            tensor = kwargs[f"tensor_{name}"]
+        for end, phase in (("prev", "act"), ("next", "act-grad")):
+            tensor = kwargs[f"tensor_recv_{end}"]
             if tensor is not None:
-                zeros = self._receive(phase, tensor, kwargs["group"], kwargs[peer])
+                zeros = self._receive(phase, tensor, kwargs["group"], kwargs[f"{end}_pipeline_rank"])
                 if zeros is not None:
-                    fills[name] = zeros
+                    fills[f"recv_{end}"] = zeros
         requests = original(**kwargs)
         if isinstance(requests, dict):
-            return {
-                name: Transfer(request, fills[name]) if name in fills else request for name, request in requests.items()
-            }
+            return requests | {name: Transfer(requests[name], fill) for name, fill in fills.items() if name in requests}
         if fills:
             # They are waited for in order, and some backends return one for all.
             return [*requests[:-1], Transfer(requests[-1], lambda: [zeros() for zeros in fills.values()])]
@@ -256,42 +254,22 @@ def _edge(module: Any) -> int:
     raise UsageError("--p-act and --p-act-grad: a pipeline stage in the middle has no decoder layers; give it one")
 
 
-def _warn_if_reliable(nodes: Sequence[int]) -> None:
-    """Say, on the first rank of each pipeline, that none of its boundaries leaves a node. ``nodes``: of all ranks."""
-    ranks = pipeline_ranks()
-    if len(ranks) > 1 and len({nodes[rank] for rank in ranks}) == 1 and ranks[0] == dist.get_rank():
-        logger.warning(
-            "nothing is lost between the stages on ranks %s: they are on one node (--lossy-links inter-node)", ranks
-        )
-
-
 def patches(boundaries: StageBoundaries) -> list[Patch]:
     """Return patches that lossy boundaries need in megatron-core."""
-    virtual = boundaries.config.virtual_boundaries is not None
-    kinds = (
-        ["forward_backward_no_pipelining"]
-        if virtual
-        else [f"forward_backward_pipelining_{kind}" for kind in _PIPELINED]
-    )
+    schedules, messages = ["forward_backward_no_pipelining"], []
+    if boundaries.config.virtual_boundaries is None:
+        schedules = [f"forward_backward_pipelining_{kind}" for kind in ("with_interleaving", "without_interleaving")]
+        messages = ["_p2p_ops", "_batched_p2p_ops"]
+    counts: dict[str, Any] = {
+        "around": boundaries.run_schedule,
+        "why": "counts messages between stages from the start of a schedule on",
+        "takes": Signature(named=("model", "num_microbatches", "forward_only")),
+    }
+    why = "zero-fills what is lost of a message between stages"
+    fills: dict[str, Any] = {"around": boundaries.communicate, "why": why, "takes": _OPS}
     return [
-        *(
-            Patch(
-                target=f"{_SCHEDULES}:{kind}",
-                around=boundaries.run_schedule,
-                why="counts messages between stages from the start of a schedule on",
-                takes=Signature(named=("model", "num_microbatches", "forward_only")),
-            )
-            for kind in kinds
-        ),
-        *(
-            Patch(
-                target=f"{_P2P}:{name}",
-                around=boundaries.communicate,
-                why="zero-fills what is lost of a message between stages",
-                takes=_OPS,
-            )
-            for name in (() if virtual else ("_p2p_ops", "_batched_p2p_ops"))
-        ),
+        *(Patch(target=f"{_SCHEDULES}:{name}", **counts) for name in schedules),
+        *(Patch(target=f"{_P2P}:{name}", **fills) for name in messages),
     ]
 
 

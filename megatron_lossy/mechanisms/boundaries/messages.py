@@ -113,9 +113,7 @@ class BoundaryLoss:
         return Fate(np.zeros_like(residual) if again else residual, int(raw.sum()), count, again)
 
 
-@functools.lru_cache(maxsize=64)
-def _layout(packets: int, block: int, parity: int) -> Layout:
-    return Layout(packets, block, parity)
+_layout = functools.lru_cache(maxsize=64)(Layout)
 
 
 # --- their numbers, in the order of their arrival --------------------------------------------------------------------

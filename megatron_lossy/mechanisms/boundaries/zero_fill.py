@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -34,10 +33,11 @@ def zero_fill_(tensor: torch.Tensor, lost: np.ndarray, elements: int) -> None:
 
     The last packet may be shorter. Infinities become zeros, too.
     """
-    flat = tensor.detach().view(-1)
-    mask = to_device(lost, tensor.device)
-    for part, packets in _parts(flat, mask, elements):
-        part.masked_fill_(packets, 0)
+    flat, mask, whole = tensor.detach().view(-1), to_device(lost, tensor.device), tensor.numel() // elements
+    assert len(mask) == -(-flat.numel() // elements)
+    flat[: whole * elements].view(whole, elements).masked_fill_(mask[:whole, None], 0)
+    if len(mask) > whole:
+        flat[whole * elements :].masked_fill_(mask[whole:], 0)
 
 
 def zero_filled(tensor: torch.Tensor, lost: np.ndarray, elements: int) -> torch.Tensor:
@@ -45,14 +45,6 @@ def zero_filled(tensor: torch.Tensor, lost: np.ndarray, elements: int) -> torch.
     result = tensor.detach().clone(memory_format=torch.contiguous_format)
     zero_fill_(result, lost, elements)
     return result
-
-
-def _parts(flat: torch.Tensor, mask: torch.Tensor, elements: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    whole = flat.numel() // elements
-    assert len(mask) == -(-flat.numel() // elements)
-    yield flat[: whole * elements].view(whole, elements), mask[:whole, None]
-    if len(mask) > whole:
-        yield flat[whole * elements :], mask[whole:]
 
 
 class _Lossy(torch.autograd.Function):

@@ -30,7 +30,7 @@ class CompressionFlags(Flags):
         choices=("raw", "int8"),
     )
     wire_block: int = flag(
-        128, "elements that share a scale; fewer round less, and take more bytes", choices=(32, 64, 128, 256), type=int
+        128, "elements that share a scale; fewer round less, and take more bytes", choices=(32, 64, 128, 256)
     )
 
     @property

@@ -42,11 +42,8 @@ class Replicas(Mechanism):
     def event_columns(cls) -> Sequence[pyarrow.Field]:
         import pyarrow as pa
 
-        return [
-            pa.field("action", pa.string()),
-            pa.field("interval", pa.int32()),
-            pa.field("divergence", pa.float64()),
-        ]
+        columns = {"action": pa.string(), "interval": pa.int32(), "divergence": pa.float64()}
+        return [pa.field(*column) for column in columns.items()]
 
     @classmethod
     def observers(cls, run: Any, writer: int | None) -> Sequence[Observer]:

@@ -24,8 +24,6 @@ class DDPReplica(HeldReplicas):
         super().__init__()
         self._final: list[Any] = []  # DDP's buckets
 
-    # --- building --------------------------------------------------------------------------------------------------
-
     def attach(self, run: LossyDDP) -> None:
         super().attach(run)
         run.events.on(chunk_added=self.add_model_chunk, iteration_begins=self.begin_iteration)
@@ -48,8 +46,6 @@ class DDPReplica(HeldReplicas):
         dtypes = [bucket.dtype for bucket in self._final] or [torch.float32]
         return self._run.errors_of(dtypes, [bucket.ranges for bucket in self._final], rank)
 
-    # --- an iteration ----------------------------------------------------------------------------------------------
-
     def before_reduction(self, bucket: int, gradient: torch.Tensor) -> None:
         """Note the length of this rank's ``gradient`` [n], if it is needed."""
         if self.wants_gradient:
@@ -64,8 +60,6 @@ class DDPReplica(HeldReplicas):
     def begin_iteration(self) -> None:
         if self._final:
             super().begin_iteration()
-
-    # --- what a rank has -------------------------------------------------------------------------------------------
 
     def peers_of(self, stream: ReplicaStream) -> Peers:
         return RankPeers(stream.group, stream.parameters[0].device)

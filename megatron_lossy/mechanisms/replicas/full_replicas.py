@@ -66,8 +66,6 @@ class FullReplicas:
         self.synchroniser = Synchroniser(config, copies, total)
         self._mismatches: list[Mismatch] = []
 
-    # --- an iteration ----------------------------------------------------------------------------------------------
-
     def check(self) -> None:
         """Compare the gradients. If they differ, act as ``--replica-check`` says."""
         mode = self._config.replica_check
@@ -111,8 +109,6 @@ class FullReplicas:
         """Updates between synchronisations, at present; 0 if there are none."""
         return self.synchroniser.interval.current if self._config.synchronises else 0
 
-    # --- the mean of all replicas ----------------------------------------------------------------------------------
-
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
         """Return a context in which all replicas are the mean of the finite ones, with moments. Then they are
@@ -129,8 +125,11 @@ class FullReplicas:
                     apart.append(stream)
             # The model's weights do not have the result of an exchange in flight yet.
             differ = self._total(np.array([float(bool(apart) or self.synchroniser.moves)]))[0] > 0
-            kept = self._keep() if differ else []
+            kept = []
             if differ:
+                held = [tensor for stream in self._copies for replica in stream.tensors() for tensor in replica]
+                held += [tensor for model in self._models for tensor in model()]
+                kept = [(tensor, tensor.clone()) for tensor in held]
                 Synchroniser(_ONCE, apart, self._total).finished()
                 self._renew([stream.name for stream in self._copies])
         try:
@@ -139,11 +138,6 @@ class FullReplicas:
             with torch.no_grad():
                 for tensor, value in kept:
                     tensor.copy_(value)
-
-    def _keep(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        held = [tensor for stream in self._copies for replica in stream.tensors() for tensor in replica]
-        held += [tensor for model in self._models for tensor in model()]
-        return [(tensor, tensor.clone()) for tensor in held]
 
     def divergence(self) -> float | None:
         """Return r: the distance of replicas from their mean, relative to its length, over a sample of coordinates.
@@ -164,8 +158,6 @@ class FullReplicas:
             mean += scale * float((center**2).sum())
         apart, mean = self._total(np.array([apart, mean])).tolist()
         return float(np.sqrt(apart / mean)) if mean else 0.0
-
-    # --- saved state -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return the complete state of the replicas of this process, and of the exchange under way."""

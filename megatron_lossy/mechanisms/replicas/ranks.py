@@ -31,15 +31,10 @@ class RankReplica(HeldReplicas):
         super().__init__()
         self._places: dict[int, tuple[int, int]] = {}  # of a bucket, by its id: its stream and its number there
 
-    # --- building --------------------------------------------------------------------------------------------------
-
     def attach(self, run: Any) -> None:
         super().attach(run)
-        run.events.on(
-            chunk_added=self.add_model_chunk,
-            iteration_begins=self.begin_iteration,
-            optimizer_added=self.check_optimizer,
-        )
+        run.events.on(chunk_added=self.add_model_chunk, iteration_begins=self.begin_iteration)
+        run.events.on(optimizer_added=self.check_optimizer)
 
     def add_model_chunk(self, ddp: Any) -> None:
         """Register the buckets of ``ddp``, if its optimizer is not distributed."""
@@ -61,8 +56,6 @@ class RankReplica(HeldReplicas):
         if scaler is not None and self.there:
             self._run.add_facts(Facts(loss_scale=scaler.scale.item()))
 
-    # --- an iteration ----------------------------------------------------------------------------------------------
-
     def _before_reduction(self, bucket_group: Any) -> None:
         """Note the lengths of the gradients, which Megatron has scaled; the lengths are free of the scale."""
         for bucket in bucket_group.buckets if self.wants_gradient else ():
@@ -77,8 +70,6 @@ class RankReplica(HeldReplicas):
             for bucket in bucket_group.buckets:
                 stream, number = self._places[id(bucket)]
                 self.hit(stream, 0, number, bucket.grad_data)
-
-    # --- what a rank has -------------------------------------------------------------------------------------------
 
     def peers_of(self, stream: ReplicaStream) -> Peers:
         return RankPeers(stream.group, stream.buckets[0].grad_data.device)

@@ -317,10 +317,8 @@ class Synchroniser:
         """
         state: dict[str, Any] = {"interval": {"current": self.interval.current}, "since": self._since, "flight": None}
         if self._flight is not None:
-            state["flight"] = {
-                "updates": self._flight.updates,
-                "parts": [_saved(part) for part in self._flight.parts],
-            }
+            parts = [_saved(part) for part in self._flight.parts]
+            state["flight"] = {"updates": self._flight.updates, "parts": parts}
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -91,19 +91,8 @@ class Drift(Observer):
         self._config = config
         self._samples: dict[Any, Sample] = {}
         self._before: dict[Stream, np.ndarray] = {}
-        self._window = Window(
-            [
-                "weight",
-                "drift pairs",
-                "drift owner",
-                "square",
-                "moved",
-                "squared increment",
-                "foreseen",
-                "drift pairs predicted",
-                "drift owner predicted",
-            ]
-        )
+        columns = ["weight", "drift pairs", "drift owner", "square", "moved", "squared increment", "foreseen"]
+        self._window = Window([*columns, "drift pairs predicted", "drift owner predicted"])
 
     def _due(self, iteration: int) -> bool:
         """Return whether to measure at the end of ``iteration`` (from 0)."""

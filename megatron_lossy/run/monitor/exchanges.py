@@ -24,20 +24,10 @@ class ExchangeMonitor(Observer):
 
     def __init__(self, config: LossyConfig) -> None:
         self._loses = {phase: config.loses(phase) for phase in PHASES}
-        self._window = Window(
-            [
-                "grad_lost",
-                "grad_sent",
-                "param_lost",
-                "param_sent",
-                "reduced",  # units that owners reduced
-                "survivors",
-                "without_survivor",
-                "stale",  # units of replicas, after an update
-                "ages",  # of the stale units
-            ],
-            largest=["fewest_survivors_negated", "oldest"],
-        )
+        units = ["grad_lost", "grad_sent", "param_lost", "param_sent"]
+        reduced = ["reduced", "survivors", "without_survivor"]  # of units that owners reduced
+        stale = ["stale", "ages"]  # of units of replicas, after an update
+        self._window = Window([*units, *reduced, *stale], largest=["fewest_survivors_negated", "oldest"])
         #: int32[receivers, sources, units] by stream: updates that each unit of each replica has missed in a row.
         self._ages: dict[Stream, np.ndarray] = {}
 

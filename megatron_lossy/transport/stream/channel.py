@@ -58,12 +58,10 @@ class Channel:
         self._transfers: dict[Key, Transfer] = {}  # the latest of each bucket
         self._early: dict[Key, list[tuple[Link, Header, bytes]]] = defaultdict(list)
         self._early_bytes = 0
-        self.links = {
-            peer: Link(
-                self, peer, hellos[peer], f"{opening.named(peer)} ({hellos[peer].where})", dials=peer < self.rank
-            )
-            for peer in opening.others
-        }
+        self.links = {}
+        for peer in opening.others:
+            name = f"{opening.named(peer)} ({hellos[peer].where})"
+            self.links[peer] = Link(self, peer, hellos[peer], name, dials=peer < self.rank)
         host.channels[self.id] = self
         self.host.ask(self._look)
         try:
