@@ -39,6 +39,9 @@ COSTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("islands_two", "", ("all", "50 %, 1 late, bf16", "25 %, 1 late", "25 %, 3 late", "5 %, 10 late")),
     ("islands_outer", "DiLoCo", ("10", "20")),
     ("islands_methods", "", ("nothing",)),
+    ("ways_1m", "", ("sites, 1 %", "sites, 5 %", "sites, int8", "sites, int8, 1 %", "sites, int8, 5 %")),
+    ("ways_1m", "", ("islands, all, 1 late, int8", "islands, 25 %, 1 late, int8", "islands, 5 %, 10 late, int8")),
+    ("ways_1m", "", ("diloco, every 100", "diloco, every 500")),
 )
 #: Of the byte tokenizer, not padded.
 VOCABULARY = 257
@@ -59,7 +62,8 @@ def changes(results: Results, variant: str, level: str) -> Difference:
 def settings_of(loss: LossyConfig) -> dict[str, Any]:
     """Return the settings that distinguish ways: the first keys of a row of ``costs``."""
     if not loss.averages:
-        return {"method": "codes" if loss.wire_bits else "gradients", "loss": loss.p_grad}
+        sites = {} if loss.sites is None else {"sites": loss.sites}
+        return {"method": "codes" if loss.wire_bits else "gradients", "loss": loss.p_grad, **sites}
     if loss.sync_method == "parameters":
         share = {"share": loss.sync_fraction, "late": loss.sync_delay, "values": loss.sync_dtype}
         return {"method": "islands", **share}
@@ -81,6 +85,7 @@ def costs() -> str:
             reference = results.trials(variant, None)[0].cell.loss
             workers = loss.members(trial.cell.train.virtual_workers)
             where = f"{loss.islands} islands" if loss.averages else f"{workers} workers"
+            where = where if loss.sites is None else f"{loss.sites} sites"
             row = settings_of(loss) | {
                 "change": round(change.mean, 2),
                 "low": round(change.mean - half, 2),
@@ -117,7 +122,7 @@ def draw(results: Results) -> Figure:
         family, place, marker = re.sub(r", \d+ %$", "", level), sent(trial), _MARKERS[trial.cell.loss.p_grad]
         if not place:
             axes.axhline(change.mean, color="grey", linestyle="--", linewidth=1)
-            axes.annotate(level, (0.99, change.mean), xycoords=("axes fraction", "data"), ha="right", va="bottom")
+            axes.annotate(level, (0.99, change.mean), xycoords=("axes fraction", "data"), ha="right", va="top")
             continue
         about = round(math.log10(place), 1)
         if trial.cell.loss.averages:

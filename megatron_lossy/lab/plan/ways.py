@@ -194,7 +194,10 @@ def _distance(row: Mapping[str, Any], found: Prediction, link: Link) -> float:
         return abs(math.log(row["share"] * found.parts)) + late + math.log(found.interval) + values
     if "every" in row:
         return abs(math.log(row["every"] / found.interval))
-    return abs(math.log((row["loss"] + 1e-3) / (link.loss + 1e-3))) if "loss" in row else 0.0
+    if "loss" not in row:
+        return 0.0
+    flat = 0.05 * (("sites" in row) != (found.way.method == "sites"))  # of rows as near as each other
+    return flat + abs(math.log((row["loss"] + 1e-3) / (link.loss + 1e-3)))
 
 
 def order(found: Prediction) -> tuple[float, ...]:
