@@ -12,7 +12,7 @@ LIMITS = {
     "lines of the package": 45_160,
     "lines of C": 3_500,
     "lines of tests": 38_508,
-    "lines of scripts and benchmarks": 9_611,
+    "lines of scripts and benchmarks": 9_616,
     "files of islands": 25,
     "lines of islands": 6_545,
     "files under 40 lines": 10,
