@@ -137,8 +137,9 @@ def enable() -> None:
     of them; a rate of 0 counts. Every other program of the fork stays as it was. A wrong flag ends the process with
     one line and status 2. A second call changes nothing. Neither does a call under the launcher.
     """
-    if _is_ours():
-        return
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if spec is not None and spec.name.partition(".")[0] == __package__:
+        return  # our own programs install the hooks that they need for themselves
     from .hooks import megatron_training
 
     with usage_errors():
@@ -205,12 +206,6 @@ def _program_patches() -> list[Patch]:
     why = "no launcher is around the script to report wrong input and to complete the records"
     modules = ("megatron.training", "megatron.training.training")  # scripts import it from either
     return [Patch(target=f"{module}:pretrain", around=_pretrain, why=why) for module in modules]
-
-
-def _is_ours() -> bool:
-    """Return whether the running program is one of ours. Those install the hooks that they need for themselves."""
-    spec = getattr(sys.modules["__main__"], "__spec__", None)
-    return spec is not None and spec.name.partition(".")[0] == __package__
 
 
 def _install_once(name: str, patches: Callable[[], list[Patch]]) -> None:

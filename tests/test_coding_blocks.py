@@ -195,7 +195,7 @@ def test_the_page_has_the_elements_of_a_packet():
         assert BlockCode(int(bits), int(block)).elements(1408) == int(elements.replace(",", ""))
 
 
-def test_a_compiler_makes_codes_faster():
+def test_with_a_compiler_compiled_codes_serve_tensors_in_one_piece():
     assert native.compiler() is None or compiled.serves(torch.zeros(1, 5))
     assert not compiled.serves(torch.zeros(5, 2).t())
 

@@ -29,18 +29,16 @@ def test_flags_are_grouped_by_mechanism(cls):
     groups = flag_groups(cls)
     assert "" not in groups and len(groups) >= 7
     assert max(len(fields) for fields in groups.values()) <= 20
-    assert sorted(f.name for fields in groups.values() for f in fields) == sorted(
-        f.name for f in dataclasses.fields(cls)
-    )
+    names = [f.name for fields in groups.values() for f in fields]
+    assert sorted(names) == sorted(f.name for f in dataclasses.fields(cls))
     parser = add_flags(argparse.ArgumentParser(prog="p"), cls, "ours", "as elsewhere")
     titles = [group.title for group in parser._action_groups if group.title.startswith("ours")]
     assert titles == [f"ours: {heading}" for heading in groups]
     headings = re.findall(r"^### (.*)$", flag_tables(cls), re.MULTILINE)
     assert [heading.lower() for heading in headings] == list(groups)
     table = flag_table(cls).splitlines()
-    assert sorted(table) == sorted(
-        table[:2] + [row for row in flag_tables(cls).splitlines() if row.startswith("| `--")]
-    )
+    rows = [row for row in flag_tables(cls).splitlines() if row.startswith("| `--")]
+    assert sorted(table) == sorted(table[:2] + rows)
 
 
 @pytest.mark.parametrize(

@@ -245,11 +245,11 @@ def test_processes_that_need_the_same_text_write_it_once(tmp_path):
     program = (
         "import os, sys\n"
         "from megatron_lossy.lab.train.arguments import configurations, make_parser, read_arguments\n"
-        "from megatron_lossy.lab.train.data import prefixes, with_data_paths, write_text\n"
+        "from megatron_lossy.lab.train.data import with_data_paths, write_text\n"
         "given = ['--config', sys.argv[1], '--data', 'stdlib', '--data-cache-path', sys.argv[2]]\n"
         "paths = with_data_paths(configurations(read_arguments(make_parser('p', ''), given))[0])\n"
         "write_text(paths)\n"
-        "print(*(os.stat(prefix + '.idx').st_ino for prefix in prefixes(paths)))\n"
+        "print(*(os.stat(prefix + '.idx').st_ino for _, prefix in paths.data_sets()))\n"
     )
     (tmp_path / "writer.py").write_text(program)
     arguments = (ROOT / "configs/tiny/llama_1m.yaml", tmp_path / "cache")

@@ -149,8 +149,7 @@ def test_stand_ins_behave_as_their_originals():
     assert result["names"] == ["torch.cuda.FloatTensor", "torch.cuda.BFloat16Tensor"]
     assert result["converts"]
     assert result["entered"] == [True, True] and result["left"]
-    assert result["elapsed"] >= 0
-    assert result["eager"] == 1
+    assert result["elapsed"] > 0 and result["eager"] == 1
 
 
 def _random_streams(rank):

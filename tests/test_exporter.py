@@ -9,6 +9,7 @@ import socket
 import subprocess
 import time
 import urllib.request
+from unittest import mock
 
 import pytest
 import yaml
@@ -112,11 +113,8 @@ def watched(rank, config, loss):
         seen.update(scraped(loss["metrics_port"]))
         close(self)
 
-    Exporter.close = scrape_and_close
-    try:
+    with mock.patch.object(Exporter, "close", scrape_and_close):
         return train_runs(rank, (config, loss))[0][0], seen
-    finally:
-        Exporter.close = close
 
 
 def test_a_run_serves_what_its_last_records_say(data, tmp_path):

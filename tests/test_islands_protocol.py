@@ -19,6 +19,16 @@ pytestmark = pytest.mark.shows("one list of epochs holds through kills, freezes,
 RULES = ["the question to a holder", "the quiet of a new store", "connections of every pair", "the larger branch"]
 
 
+def after_trouble(seed, without=""):
+    """Five islands in trouble for 25 minutes, and some time later in one epoch."""
+    found = World(seed, without=without)
+    found.run(1500)
+    found.trouble = False
+    found.run(1300)
+    found.check_one_epoch()
+    return found
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("rule", RULES)
 def test_each_rule_is_missed_in_the_simulation(rule, monkeypatch):
@@ -28,11 +38,7 @@ def test_each_rule_is_missed_in_the_simulation(rule, monkeypatch):
         monkeypatch.setattr(protocol, "_weight", lambda branch, live, ident: (True, 1, ident))
     broken, seed = [], 0
     while not broken:  # as many runs as it takes
-        found = World(seed, without=rule)
-        found.run(1500)
-        found.trouble = False
-        found.run(1300)
-        found.check_one_epoch()
+        found = after_trouble(seed, without=rule)
         broken, seed = found.broken, seed + 1
 
 
@@ -55,12 +61,7 @@ def slots(members):
 
 @pytest.mark.parametrize("seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(2, 40))])
 def test_the_rules_hold_in_trouble_at_random(seed):
-    """All happens to five islands for 25 minutes; some time later all are in one epoch."""
-    found = World(seed)
-    found.run(1500)
-    found.trouble = False
-    found.run(1300)
-    found.check_one_epoch()
+    found = after_trouble(seed)
     assert found.broken == []
     assert found.counts["entries"] > 5 and found.counts["met"] > 100_000
 

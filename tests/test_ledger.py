@@ -84,6 +84,7 @@ def every_patch():
     from megatron_lossy.config import LossyConfig
     from megatron_lossy.hooks import megatron_core, megatron_training
     from megatron_lossy.hooks.runtime import Lossy
+    from megatron_lossy.lab.calibration import job
     from megatron_lossy.lab.launch import agent
     from megatron_lossy.mechanisms.islands import megatron_training as island_training
     from megatron_lossy.plugin import _command_line_patches, _program_patches
@@ -100,6 +101,7 @@ def every_patch():
         *cpu.import_patches(),
         *cpu.patches(),
         agent._noting_ends([]),
+        job._WEIGHTS_OF_THE_CPU,
         *cpu_training.patches(),
     ]
 

@@ -181,14 +181,8 @@ def interrupted(rank, config, steps):
 
 @pytest.mark.parametrize("setting", [*RULES, "error-feedback", "compensated", "udp", "codes"])
 def test_a_run_continues_bit_for_bit(setting, pool):
-    if setting == "codes":
-        config = CODED
-    elif setting in ("compensated", "udp"):
-        config = dataclasses.replace(
-            BOTH, **({"param_send": setting} if setting == "compensated" else {"transport": "udp"})
-        )
-    else:
-        config = dataclasses.replace(BOTH, grad_recovery=setting)
+    flag = {"compensated": "param_send", "udp": "transport"}.get(setting, "grad_recovery")
+    config = CODED if setting == "codes" else dataclasses.replace(BOTH, **{flag: setting})
     expected = pool.run(fsdp.plain, 2, Tiny(), config, 8)
     resumed = pool.run(interrupted, 2, config, 4)
     same(resumed, [(weights, losses[4:]) for weights, losses in expected])

@@ -251,8 +251,7 @@ APART = {"param_name_patterns_for_fp32_local_accumulation": ("all",)}
 @pytest.mark.parametrize("overlap", [False, True])
 def test_replicas_are_repaired_where_the_optimizer_reads(overlap, pool):
     tiny = full(dtype="bf16", grads_in_fp32=False, accumulation=2, ddp=APART, **(BUCKETS if overlap else {}))
-    why = missing(tiny)
-    if why:
+    if why := missing(tiny):
         pytest.skip(why)
     hits = [(1, 1, bucket, bit) for bucket, bit in ((0, 30), (1, 22))[: 1 + overlap]]
     clean = pool.run(on_ranks, 3, [("plain", tiny, None)], 4)
@@ -263,8 +262,7 @@ def test_replicas_are_repaired_where_the_optimizer_reads(overlap, pool):
 
 def test_gradients_apart_need_real_ranks():
     tiny = full(dtype="bf16", grads_in_fp32=False, ddp=APART)
-    why = missing(tiny)
-    if why:
+    if why := missing(tiny):
         pytest.skip(why)
     with pytest.raises(RankFailed, match="--ddp-param-name-patterns-for-fp32-local-accumulation: virtual workers take"):
         run_ranks(on_ranks, 1, [("", tiny, NOISE)], 1, 2)

@@ -42,9 +42,8 @@ def write_run(folder, p, losses, valid=None, seed=1, p_param=None, tail="", **co
 def add(folder, **record):
     """Add a record of training."""
     with open(folder / "metrics.jsonl", "a") as file:
-        file.write(
-            json.dumps({"kind": "train", **{name.replace("_", " "): value for name, value in record.items()}}) + "\n"
-        )
+        named = {name.replace("_", " "): value for name, value in record.items()}
+        file.write(json.dumps({"kind": "train", **named}) + "\n")
 
 
 def cells(table):

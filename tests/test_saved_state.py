@@ -97,10 +97,6 @@ GROUPS = {
 }
 
 
-def _lead(rule, step):
-    return rule.lag.lead(step) if isinstance(rule, Compensated) else None
-
-
 class Groups:
     """Workers that descend with the public collectives; a user's own loop saves its own state besides."""
 
@@ -115,7 +111,8 @@ class Groups:
             self.one()
             rules = [rule for group in self.lossy.groups for rule in group.grads]
             told = [vars(rule.priority.told) for rule in rules if hasattr(rule, "priority")]
-            leads = [_lead(rule, self.step) for group in self.lossy.groups for rule in group.params]
+            sent = [rule for group in self.lossy.groups for rule in group.params]
+            leads = [rule.lag.lead(self.step) if isinstance(rule, Compensated) else None for rule in sent]
             history.append([[one.copy() for one in self.replicas()], copy.deepcopy(told), leads])
         return history
 

@@ -5,6 +5,7 @@ import gc
 import itertools
 import threading
 import weakref
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -50,11 +51,8 @@ def counted(rank, function, *args):
         counts.extend(map(len, found))
         return found
 
-    deadline.windows = noted
-    try:
+    with mock.patch.object(deadline, "windows", noted):
         return function(rank, *args), max(counts)
-    finally:
-        deadline.windows = original
 
 
 def staged_and_counted(rank, *args):

@@ -126,9 +126,8 @@ class TransportFlags(Flags):
 
     def check(self: Any) -> None:
         check_choice(self, "transport")
-        if not (
-            len(self.packet_copies) in (1, 2) and all(1 <= copies <= UDP_MOST_COPIES for copies in self.packet_copies)
-        ):
+        within = all(1 <= copies <= UDP_MOST_COPIES for copies in self.packet_copies)
+        if len(self.packet_copies) not in (1, 2) or not within:
             allowed = f"must be one or two numbers in [1, {UDP_MOST_COPIES}]: of gradients, of parameters"
             raise refuse("--packet-copies", " ".join(map(str, self.packet_copies)), allowed)
         if self.transport != "udp" and self.packet_bytes == "auto":

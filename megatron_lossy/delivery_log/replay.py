@@ -193,7 +193,10 @@ class Recording(Channel):
         if rows is None:
             return None
         links = file.links(rows)
-        return links, _numbers(links)
+        size = 1 + max(links.sources.max(), links.destinations.max())
+        numbers = np.full((size, size), -1)
+        numbers[links.sources, links.destinations] = np.arange(len(links.sources))
+        return links, numbers
 
     def _of(
         self, found: tuple[Links, np.ndarray], file: LogFile, exchange: Exchange, sources: np.ndarray, to: np.ndarray
@@ -213,11 +216,3 @@ class Recording(Channel):
         except ValueError as error:
             raise BadLog(file.path, exchange.step, error) from None
         return result
-
-
-def _numbers(links: Links) -> np.ndarray:
-    """Return the numbers of links by source and destination, -1 where there is none."""
-    size = 1 + max(links.sources.max(), links.destinations.max())
-    numbers = np.full((size, size), -1)
-    numbers[links.sources, links.destinations] = np.arange(len(links.sources))
-    return numbers

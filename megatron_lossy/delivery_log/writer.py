@@ -131,7 +131,9 @@ class LogWriter(Observer, ABC):
         return dist.get_rank() if dist.is_initialized() else 0
 
     def finish_iteration(self, iteration: int, successful: bool, look: Look) -> None:
-        self._check_free()
+        if not self._checked and self._own_files():  # of another run: the folder has not been claimed
+            raise refuse(_FLAG, self._folder, "holds the log of a run; choose another folder")
+        self._checked = True
         self._end = iteration + 1
         if self._end - self._first >= self.iterations or self._size >= self.most:
             self.save()
@@ -160,12 +162,6 @@ class LogWriter(Observer, ABC):
 
     def close(self) -> None:
         self.save()
-
-    def _check_free(self) -> None:
-        """Refuse, once, a folder with records of another run, if the folder has not been claimed."""
-        if not self._checked and self._own_files():
-            raise refuse(_FLAG, self._folder, "holds the log of a run; choose another folder")
-        self._checked = True
 
     def _own_files(self) -> list[LogPath]:
         return [file for file in log_files(self._folder, self.prefix) if file.rank == self.rank]
@@ -275,9 +271,8 @@ class DeliveryLog(LogWriter):
     def _redrawn(self, phase: str) -> bool:
         """Return whether rows carry a digest in place of the bitmap, because the losses can be drawn again."""
         config = self._config
-        return (
-            config.loss_unit == "packet" and not config.observed and CHANNELS.load(config.phase(phase).model).redrawable
-        )
+        drawn = config.loss_unit == "packet" and not config.observed
+        return drawn and CHANNELS.load(config.phase(phase).model).redrawable
 
     # --- files -----------------------------------------------------------------------------------------------------
 

@@ -66,8 +66,12 @@ class LossyRun(Run):
         self._closed = False
         self._steps = Steps(self.optimizers, self)
         me = weakref.ref(self)  # a program may drop the run before its end
-        self._at_exit = lambda: _close_observers(me)
-        atexit.register(self._at_exit)
+
+        def close_observers() -> None:
+            if (run := me()) is not None:
+                run.close_observers()
+
+        self._at_exit = atexit.register(close_observers)
 
     def begin(self) -> None:
         """Take the run's number, now that it is whole."""
@@ -229,9 +233,3 @@ class LossyRun(Run):
     @abstractmethod
     def restore_exchanges(self) -> None:
         """Give the model the exchanges that it had before."""
-
-
-def _close_observers(me: weakref.ref[LossyRun]) -> None:
-    run = me()
-    if run is not None:
-        run.close_observers()

@@ -205,7 +205,11 @@ class LossyFSDP(LossyRun):
     def follow_loading(self, model: torch.nn.Module) -> None:
         """Let the next gather be reliable after weights of ``model``, or of a part of it, are loaded."""
         me = weakref.ref(self)  # the model may outlive the run
-        loaded = partial(_loaded, me)
+
+        def loaded(_: torch.nn.Module, __: Any) -> None:
+            if (run := me()) is not None:
+                run.weights_changed()
+
         self._loading = [module.register_load_state_dict_post_hook(loaded) for module in model.modules()]
 
     def set_iteration(self, iteration: int) -> None:
@@ -249,12 +253,6 @@ class LossyFSDP(LossyRun):
             "param": sum(gather.sent_bytes for gather in self._gathers),
             "grad": sum(gather.reduce.sent_bytes for gather in self._gathers),
         }
-
-
-def _loaded(me: weakref.ref[LossyFSDP], module: torch.nn.Module, incompatible: Any) -> None:
-    run = me()
-    if run is not None:
-        run.weights_changed()
 
 
 def _used(groups: Sequence[ParameterGroup], lossy: LossyGroup) -> list[np.ndarray]:

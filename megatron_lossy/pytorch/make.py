@@ -62,7 +62,10 @@ def make_lossy(
         check_torch()
         groups = parameter_groups(model)
         if not groups:
-            raise refuse("model", type(model).__name__, _not_wrapped(model))
+            why = "has no module of fully_shard, and is no DistributedDataParallel: call make_lossy after them"
+            if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+                why = "is of FSDP1, which has no place for exchanges of others; use fully_shard"
+            raise refuse("model", type(model).__name__, why)
         run = _sharded(model, groups, optimizers, flags, how)
     run.begin()
     return run
@@ -148,10 +151,3 @@ def _in_ddp(
     )
     check_refusals(config, facts)
     return LossyDDP(config, model, optimizers, **how)
-
-
-def _not_wrapped(model: torch.nn.Module) -> str:
-    kinds = {type(module).__name__ for module in model.modules()}
-    if "FullyShardedDataParallel" in kinds:
-        return "is of FSDP1, which has no place for exchanges of others; use fully_shard"
-    return "has no module of fully_shard, and is no DistributedDataParallel: call make_lossy after them"

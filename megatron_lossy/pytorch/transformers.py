@@ -51,10 +51,8 @@ class LossyCallback(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         """Log what was measured, where the loss of training is logged."""
-        if self.lossy is not None and "loss" in (logs or {}):
-            measured = self.lossy.metrics()
-            if measured:
-                self.trainer.log(measured)
+        if self.lossy is not None and "loss" in (logs or {}) and (measured := self.lossy.metrics()):
+            self.trainer.log(measured)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Save the state of this rank in the checkpoint."""

@@ -105,10 +105,8 @@ class Stages(Part):
     def updating(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which an optimizer clips each stage by its own norm, and reports the norm of all."""
         replacements = {"get_grad_norm_fp32": self._grad_norm, "clip_grad_by_total_norm_fp32": self._clip}
-        module, why = (
-            "megatron.core.optimizer.optimizer",
-            "a stage of an asynchronous pipeline has its own gradients alone",
-        )
+        module = "megatron.core.optimizer.optimizer"
+        why = "a stage of an asynchronous pipeline has its own gradients alone"
         patches = [Patch(target=f"{module}:{name}", around=new, why=why) for name, new in replacements.items()]
         return patched("virtual stages", *patches)
 

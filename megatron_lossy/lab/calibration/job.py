@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from ...base.ledger import Patch, patched
 from .rows import FIRST, LAST, Row
 
 #: Words of the text that rows train on. They come in the order of a linear congruential generator, so that there is something
@@ -41,22 +42,16 @@ def write_data(folder: str | os.PathLike) -> dict[str, tuple[str, ...]]:
     return paths
 
 
-@contextlib.contextmanager
-def _weights_of_the_cpu() -> Iterator[None]:
-    """Make Megatron draw initial weights from the CPU's generator, which gives the same weights on every device."""
-    from megatron.core.transformer import TransformerConfig
+def _post_init(original: Callable[..., None], config: Any) -> None:
+    config.use_cpu_initialization = True
+    original(config)
 
-    inner = TransformerConfig.__post_init__
 
-    def post_init(config: TransformerConfig) -> None:
-        config.use_cpu_initialization = True
-        inner(config)
-
-    TransformerConfig.__post_init__ = post_init
-    try:
-        yield
-    finally:
-        TransformerConfig.__post_init__ = inner
+_WEIGHTS_OF_THE_CPU = Patch(
+    target="megatron.core.transformer:TransformerConfig.__post_init__",
+    around=_post_init,
+    why="draws initial weights from the CPU's generator, which gives the same weights on every device",
+)
 
 
 def run(row: Row, data: dict[str, tuple[str, ...]], begin: Callable[[], None], end: Callable[[], None]) -> Values:
@@ -87,7 +82,7 @@ def run(row: Row, data: dict[str, tuple[str, ...]], begin: Callable[[], None], e
 
     hook = register_optimizer_step_post_hook(stepped)
     try:
-        with contextlib.redirect_stdout(io.StringIO()), _weights_of_the_cpu():
+        with contextlib.redirect_stdout(io.StringIO()), patched("calibration", _WEIGHTS_OF_THE_CPU):
             summary = train(TrainConfig(**row.settings, **data), LossyConfig(**row.lossy))
     finally:
         hook.remove()

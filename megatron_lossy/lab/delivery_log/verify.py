@@ -129,12 +129,8 @@ def _check_exchange(
 
 def _equal(rows: LogRows, theirs: LogRows) -> bool:
     names = ("bucket", "source", "destination", "lost")
-    return (
-        len(rows) == len(theirs)
-        and all(np.array_equal(getattr(rows, name), getattr(theirs, name)) for name in names)
-        and rows.bitmap.equals(theirs.bitmap)
-        and rows.digest.equals(theirs.digest)
-    )
+    same = all(np.array_equal(getattr(rows, name), getattr(theirs, name)) for name in names)
+    return same and rows.bitmap.equals(theirs.bitmap) and rows.digest.equals(theirs.digest)
 
 
 def _first_note(folder: DeliveryLogFolder) -> Meta | None:

@@ -43,9 +43,7 @@ _FILES = {"cuda": ("/dev", r"nvidia\d+"), "hpu": ("/dev/accel", r"accel\d+")}
 def device_count(kind: str) -> int:
     """Return accelerators of this machine, counted by their device files, which any process may list."""
     folder, pattern = _FILES[kind]
-    if not Path(folder).is_dir():
-        return 0
-    return sum(re.fullmatch(pattern, path.name) is not None for path in Path(folder).iterdir())
+    return sum(re.fullmatch(pattern, path.name) is not None for path in Path(folder).glob("*"))
 
 
 def check_devices(kind: str, wanted: int) -> None:
@@ -58,10 +56,7 @@ def check_devices(kind: str, wanted: int) -> None:
 
 
 def check_tokenizer(name: str) -> None:
-    """Raise :class:`UsageError` unless the tokenizer is on a disk.
-
-    64 ranks must not fetch it at once, maybe without a network.
-    """
+    """Raise :class:`UsageError` unless the tokenizer is on a disk: ranks must not all fetch it, maybe without a network."""
     kind, _, source = name.partition(":")
     if kind == "sentencepiece" and not os.path.isfile(source):
         raise refuse("--tokenizer", name, "there is no such model file")

@@ -13,8 +13,8 @@ from ...base.flags import add_flags, did_you_mean, flag_name, from_namespace
 from ...base.jobs import Jobs
 from ...config import LossyConfig
 from ...config.loss_flags import preset_arguments
-from ...config.settings import from_origin, note_origins_of
-from ..train.arguments import configurations, make_parser, setting_arguments
+from ...config.settings import arguments_of, from_origin, note_origins_of
+from ..train.arguments import configurations, make_parser
 from ..train.config import TrainConfig
 from .memory import Layout
 from .options import DEVICES, ENVIRONMENT, Device, LaunchConfig, check_tokenizer
@@ -209,7 +209,7 @@ def _note_missing_of_training(missing: Collector, recipe: Recipe, file: str, res
 def _settings(recipe: Recipe, file: str, rest: Sequence[str]) -> list[str]:
     """Return the flags below ``rest``: those of the preset that it names, then those of the file."""
     with errors_in(f"--config {file}"):
-        settings = setting_arguments(recipe.settings)
+        settings = arguments_of(recipe.settings, (TrainConfig, LossyConfig))
     return [*preset_arguments(rest), *recipe.with_origins(settings)]
 
 

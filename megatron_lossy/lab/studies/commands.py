@@ -85,7 +85,7 @@ def _read_study(arguments: Sequence[str]) -> tuple[Study, argparse.Namespace, st
 
 
 def _split(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return Our own flags, and those of the training program. Raise :class:`UsageError` for unknown ones."""
+    """Return our own flags, and those of the training program. Raise :class:`UsageError` for unknown ones."""
     training = make_parser("study", "")
     # Both parsers see all flags: a flag of one parser takes its values, whatever flags the other has.
     flags = {option for action in parser._actions for option in action.option_strings}

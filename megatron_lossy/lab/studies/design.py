@@ -18,13 +18,14 @@ from ...base.errors import UsageError, errors_in, refuse, with_origin
 from ...base.flags import as_flag, incidental_fields
 from ...config import LossyConfig, given
 from ...config.refusal import check_refusals
-from ...config.settings import from_origin, read_yaml
+from ...config.settings import arguments_of, from_origin, read_yaml
 from ...config.shipped import find_config
 from ...mechanisms.async_pipeline.flags import AsyncPipelineFlags
 from ...mechanisms.islands.flags import IslandFlags
 from ..report.runs import WHOLE
 from ..report.scalars import AXES, needs_drift, needs_sharpness
-from ..train.arguments import configurations, make_parser, read_arguments, setting_arguments
+from ..train.arguments import configurations, make_parser, read_arguments
+from ..train.config import TrainConfig
 from ..train.facts import check_flags, of_trainer
 from ..virtual.island_schedule import check_schedule
 from .cells import Cell, make_cell
@@ -164,8 +165,7 @@ class Design:
                 continue
             for loss_seed in self.loss_seeds:
                 lossy = dataclasses.replace(loss, loss_seed=loss_seed_of(seed, loss_seed))
-                cell = make_cell(seeded, lossy)
-                trials.append(Trial(variant, level, seed, loss_seed, cell))
+                trials.append(Trial(variant, level, seed, loss_seed, make_cell(seeded, lossy)))
         return trials
 
     def _reference(self, loss: LossyConfig) -> LossyConfig:
@@ -295,4 +295,4 @@ def _arguments(where: str, settings: Mapping[str, Any]) -> list[str]:
         rate = settings.pop("p")
         settings = {"p-grad": rate, "p-param": rate, **settings}
     with errors_in(where):
-        return from_origin(setting_arguments(settings), f"from the study, {where}")
+        return from_origin(arguments_of(settings, (TrainConfig, LossyConfig)), f"from the study, {where}")

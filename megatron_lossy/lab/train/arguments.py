@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ...base.errors import ArgumentParser, Collector, UsageError, errors_in
@@ -63,7 +63,7 @@ def read_arguments(parser: argparse.ArgumentParser, arguments: Sequence[str]) ->
     if file is not None:
         settings = read_yaml("--config", find_config(file))
         with errors_in(f"--config {file}"):
-            words = setting_arguments(settings)
+            words = arguments_of(settings, (TrainConfig, LossyConfig))
             namespace = parser.parse_args(words, namespace)
         below += from_origin(words, f"from {file}")
         given = parser.parse_args(arguments)
@@ -85,11 +85,3 @@ def configurations(namespace: argparse.Namespace) -> tuple[TrainConfig, LossyCon
             made.append(from_namespace(cls, namespace))
     problems.finish()
     return made[0], made[1]
-
-
-def setting_arguments(settings: Mapping[str, Any]) -> list[str]:
-    """Return training and loss flags (with dashes or underscores) and their values as command-line arguments.
-
-    Raise :class:`UsageError`.
-    """
-    return arguments_of(settings, (TrainConfig, LossyConfig))

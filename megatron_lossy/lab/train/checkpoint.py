@@ -45,6 +45,13 @@ _ASIDE = ".tmp"
 _DAMAGE = (CheckpointingException, EOFError, KeyError, OSError, ValueError, pickle.UnpicklingError)
 # torch reports the same by a plain RuntimeError, and other code raises that too.
 _CUT_SHORT = re.compile("PytorchStreamReader|unexpected EOF|corrupt")
+_THREADS = Patch(
+    target="megatron.core.dist_checkpointing.strategies.filesystem_async:mp",
+    value=lambda: types.SimpleNamespace(get_context=lambda _=None: multiprocessing.dummy),
+    why="writes from threads instead of forked processes. Of a rank that is killed, those live on and hold "
+    "its sockets, so that no other rank notices; and the process of their queue takes seconds to start, "
+    "and dies of the SIGTERM on which we save",
+)
 
 
 class NotSaved(OSError):
@@ -150,7 +157,7 @@ class Checkpoints:
     def _store(self, state: dict[str, Any], folder: Path) -> None:
         inner = get_default_save_sharded_strategy("torch_dist")
         strategy = FullyParallelSaveStrategyWrapper(inner, self._metadata()["dp_cp_group"])
-        with _in_this_process(), _errors_only_raised():
+        with patched("synchronous checkpoints of megatron-core", _THREADS), _errors_only_raised():
             dist_checkpointing.save(state, str(folder), strategy)
 
     def load(self, folder: str) -> dict[str, Any]:
@@ -205,17 +212,6 @@ def _remove_older(folder: Path, iteration: int, keep: int) -> None:
         with contextlib.suppress(OSError):  # a process that reads it, or may not delete it, keeps it for longer
             os.replace(path, aside)  # a kill must not leave half of it under its name
         shutil.rmtree(aside, ignore_errors=True)
-
-
-def _in_this_process() -> contextlib.AbstractContextManager[None]:
-    threads = Patch(
-        target="megatron.core.dist_checkpointing.strategies.filesystem_async:mp",
-        value=lambda: types.SimpleNamespace(get_context=lambda _=None: multiprocessing.dummy),
-        why="writes from threads instead of forked processes. Of a rank that is killed, those live on and hold "
-        "its sockets, so that no other rank notices; and the process of their queue takes seconds to start, "
-        "and dies of the SIGTERM on which we save",
-    )
-    return patched("synchronous checkpoints of megatron-core", threads)
 
 
 @contextlib.contextmanager

@@ -122,7 +122,7 @@ def _building_folder(cache: Path) -> Path:
 
 def _cache_folder(config: TrainConfig, *samples: int) -> Path:
     """Return a folder for exactly these sample indices: other data has another folder, even under the same name."""
-    files = [os.path.abspath(prefix) + ".idx" for prefix in prefixes(config)]
+    files = [os.path.abspath(prefix) + ".idx" for _, prefix in config.data_sets()]
     content = [(file, os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in files]
     text = json.dumps([content, config.data_path, config.valid_data_path, config.seed, config.seq_length, samples])
     base = Path(config.data_cache_path) if config.data_cache_path else Path(files[0]).parent / "cache"
@@ -229,16 +229,11 @@ def write_text(paths: TrainConfig) -> None:
 
 def _complete(paths: TrainConfig, tokenizer: Tokenizer) -> bool:
     try:
-        for prefix in prefixes(paths):
+        for _, prefix in paths.data_sets():
             check_dataset(prefix, tokenizer)
     except UsageError:
         return False
     return True
-
-
-def prefixes(config: TrainConfig) -> list[str]:
-    """Return the prefixes in ``--data-path`` and ``--valid-data-path``, without the weights between them."""
-    return [prefix for _, prefix in config.data_sets()]
 
 
 def check_data(config: TrainConfig) -> None:
@@ -251,7 +246,7 @@ def check_data(config: TrainConfig) -> None:
 def fingerprint(config: TrainConfig) -> list[Any]:
     """Return values that identify these data sets besides their names: a hash of the text, or at least the size."""
     result = []
-    for prefix in prefixes(config):
+    for _, prefix in config.data_sets():
         description = read_description(prefix)
         result.append(description.documents_sha256 if description else os.path.getsize(prefix + ".bin"))
     return result

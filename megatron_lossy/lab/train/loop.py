@@ -43,6 +43,7 @@ from .facts import check_flags
 from .metrics import Console, SilentConsole, perplexity
 from .model import build_model, model_parallel, transformer_impl, world
 from .optimizer import lr_scale
+from .process import handling
 from .records import Progress, Stop, header, open_writers
 from .saved import changed_settings, check_folders, in_folders_of_job, same_folder, shared_settings, write_settings
 from .sharpness import Sharpness
@@ -68,9 +69,7 @@ def train(config: TrainConfig, lossy_config: LossyConfig, console: Console | Non
     config.check_world(ranks)
     check_flags(config, lossy_config, ranks)
     lossy_config = settled(lossy_config)
-    launched: World | None = None
-    if not config.virtual_workers:
-        launched = jobs.world(config.seed)
+    launched = None if config.virtual_workers else jobs.world(config.seed)
     if launched is not None:
         config = in_folders_of_job(config, lossy_config.jobs(), launched.job[0])
     transformer_impl(config)
@@ -164,7 +163,7 @@ class _Run:
         finished, diverged = False, None
         batches = self._catch_up(batches)  # which may wait for others
         try:
-            with self.stop.listening():
+            with handling(self.stop.on_signal):
                 finished = self._train(batches)
                 self.lossy.leave()
         except Divergence as error:

@@ -105,11 +105,6 @@ class NAdamW(torch.optim.Optimizer):
     def _mu(self, step: int, beta1: float) -> float:
         return beta1 * (1.0 - 0.5 * (0.96 ** (step * self._psi)))
 
-    def _product(self, step: int, beta1: float) -> float:
-        while len(self._products) <= step:
-            self._products.append(self._products[-1] * self._mu(len(self._products), beta1))
-        return self._products[step]
-
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         """Make one update of every parameter that has a gradient."""
@@ -131,7 +126,9 @@ class NAdamW(torch.optim.Optimizer):
             step = int(state.get("step", 0)) + 1
             state["step"] = torch.tensor(float(step), dtype=torch.float32)
         mu, ahead = self._mu(step, beta1), self._mu(step + 1, beta1)
-        product = self._product(step, beta1)
+        while len(self._products) <= step:
+            self._products.append(self._products[-1] * self._mu(len(self._products), beta1))
+        product = self._products[step]
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
         state["exp_avg"].lerp_(gradient, 1 - beta1)
         state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import signal
@@ -21,7 +20,7 @@ from ..data import epochs
 from ..environment import hardware, versions
 from .config import TrainConfig
 from .metrics import JsonLinesWriter, TensorBoardWriter, Writer
-from .process import SIGNALS, handling, told_to_end
+from .process import SIGNALS, told_to_end
 
 
 @dataclass
@@ -118,11 +117,8 @@ class Stop:
         self._run, self._saves = run, saves
         self._number = 0
 
-    def listening(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which signals are noted instead of ending the process."""
-        return handling(self._on_signal)
-
-    def _on_signal(self, number: int, _: Any) -> None:
+    def on_signal(self, number: int, _: Any) -> None:
+        """Note a signal instead of ending the process."""
         self._number = number
         if number == signal.SIGTERM:
             told_to_end()

@@ -83,8 +83,7 @@ class Workers:
     def iterate(
         self, batches: list[RankBatches], begin: Callable[[list[torch.Tensor]], Begun]
     ) -> tuple[Begun, bool, float]:
-        """Make one iteration with ``batches``. Return ``begin``'s result, whether weights changed, and the gradient
-        norm.
+        """Make one iteration. Return ``begin``'s result, whether weights changed, and the gradient norm.
 
         ``begin`` gets the sums of :meth:`run`, as soon as they are known.
         """

@@ -253,7 +253,8 @@ class ChurningIslands(VirtualIslands):
                 for kept in rounds.rule.copied().values():
                     kept[island] = kept[source]
         if arrival.idle or arrival.how == "copy":
-            self._begin_equal(island)
+            with self.turn(island, keep=False) as cluster:
+                cluster.begin_equal()
 
     def _exchange(self, among: tuple[int, int] | None = None) -> None:
         def visits(island: int) -> int:

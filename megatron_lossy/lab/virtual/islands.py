@@ -305,11 +305,6 @@ class VirtualIslands(Run, JobGroup):
         own["scheduler"] = self._schedulers[island].state_dict()
         self._load_island(island, own)
 
-    def _begin_equal(self, island: int) -> None:
-        """Note that all replicas of ``island`` have its owners' weights."""
-        with self.turn(island, keep=False) as cluster:
-            cluster.begin_equal()
-
     def load_replicas(self, folder: str | os.PathLike) -> None:
         """Restore the state of :meth:`save_replicas`. Raise :class:`UsageError` for the checkpoint of another run."""
         path, islands = Path(folder, ISLANDS), len(self.clusters)

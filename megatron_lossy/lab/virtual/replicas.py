@@ -56,10 +56,6 @@ class TrainingStates:
         self._count = count
         self.spread()
 
-    def _here(self) -> _State:
-        moments = [inner.state[main] for inner, main in self._mains]
-        return _State([tensor.data for tensor in self._tensors], moments, self._steps())
-
     def _groups(self) -> Iterator[dict[str, Any]]:
         return (group for inner in self._inner for group in inner.param_groups if "step" in group)
 
@@ -87,7 +83,8 @@ class TrainingStates:
 
     def spread(self) -> None:
         """Give every worker a copy of the state in the model: a loaded checkpoint may have replaced its tensors."""
-        here = self._here()
+        moments = [inner.state[main] for inner, main in self._mains]
+        here = _State([tensor.data for tensor in self._tensors], moments, self._steps())
         self._states = [here, *(copy.deepcopy(here) for _ in range(1, self._count))]
 
     def weights(self, worker: int, own: Sequence[Main]) -> list[torch.Tensor]:

@@ -66,10 +66,7 @@ class Compensated(Stale):
         return own
 
     def put_lead(self, step: int, sent: torch.Tensor) -> None:
-        """Add the lead of ``step`` to ``sent`` [shard], the owner's weights.
-
-        If they are sent again, the same lead is added again.
-        """
+        """Add the lead of ``step`` to ``sent`` [shard], the owner's weights; the same lead if they are sent again."""
         weights = self._own(sent)
         ahead = self._lead_of(step, weights)
         if ahead is not None:

@@ -33,10 +33,7 @@ class Window:
                 self._values[column] = max(self._values[column], value)
 
     def close(self) -> dict[str, float]:
-        """Return the columns over all ranks (a largest one without values is -inf), and begin anew.
-
-        A collective call.
-        """
+        """Return the columns over all ranks, -inf for a largest one without values. Begin anew. A collective call."""
         rows = of_all_ranks(self._values)
         values = np.concatenate([rows[:, : self._sums].sum(axis=0), rows[:, self._sums :].max(axis=0)])
         self.clear()
