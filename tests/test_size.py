@@ -8,10 +8,10 @@ pytestmark = pytest.mark.shows("lines by storey, files, flags and help stay with
 
 LIMITS = {
     "entries of megatron_lossy": 14,
-    "lines outside lab": 30_509,
-    "lines of the package": 45_160,
-    "lines of C": 3_500,
-    "lines of tests": 38_508,
+    "lines outside lab": 29_866,
+    "lines of the package": 43_983,
+    "lines of C": 3_498,
+    "lines of tests": 38_000,
     "lines of scripts and benchmarks": 9_616,
     "files of islands": 25,
     "lines of islands": 6_545,
