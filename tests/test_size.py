@@ -9,7 +9,7 @@ pytestmark = pytest.mark.shows("lines by storey, files, flags and help stay with
 LIMITS = {
     "entries of megatron_lossy": 14,
     "lines outside lab": 29_866,
-    "lines of the package": 43_983,
+    "lines of the package": 43_986,
     "lines of C": 3_498,
     "lines of tests": 38_000,
     "lines of scripts and benchmarks": 9_616,
