@@ -64,6 +64,7 @@ _MADE = {
     "metrics": lambda: _metrics(),
     "plan_costs": ways.costs,
     "size_cost": lambda: _of_sizes()["cost"].markdown(),
+    "ways": ways.table,
     "size_measured": lambda: _of_sizes()["measured"].markdown(),
 }
 _LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")

@@ -112,6 +112,21 @@ def sent(trial: Trial) -> float:
     return sum(site_bytes(elements, loss.sites, BYTES[form]) for form in values) / tokens
 
 
+def table() -> str:
+    """Return the ways of ways_1m as a table of Markdown, by falling bytes."""
+    results = _recorded(STUDIES / "ways_1m")
+    [variant], rows = results.study.variants, []
+    for level in results.study.levels:
+        change, place = changes(results, variant, level), sent(results.trials(variant, level)[0])
+        low, high = change.mean - (change.half_width or 0.0), change.mean + (change.half_width or 0.0)
+        rows.append((place, f"| {level} | {place:,.0f} | {change.mean:+.1f} % | {low:+.1f} to {high:+.1f} % |"))
+    lines = [row for _, row in sorted(rows, key=lambda row: -row[0])]
+    return (
+        "\n".join(["| way | bytes a token | validation loss | 95 % interval |", "| --- | --- | --- | --- |", *lines])
+        + "\n"
+    )
+
+
 def draw(results: Results) -> Figure:
     """Return the figure: ways in colours, and markers by the share that is lost; those of the same bytes are side by side."""
     figure = Figure(figsize=(10, 6), dpi=100, layout="constrained")

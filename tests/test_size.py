@@ -12,7 +12,7 @@ LIMITS = {
     "lines of the package": 43_986,
     "lines of C": 3_498,
     "lines of tests": 38_000,
-    "lines of scripts and benchmarks": 9_616,
+    "lines of scripts and benchmarks": 9_632,
     "files of islands": 25,
     "lines of islands": 6_545,
     "files under 40 lines": 10,
