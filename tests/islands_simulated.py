@@ -87,7 +87,8 @@ class Process:
         return next((one for one in reversed(self.held) if one.first <= self.made), None)
 
     def trains_with_others(self):
-        return any(self.world.now - at < TIMES.silent for at in self.received.values())
+        received = [me for me, at in self.received.items() if self.world.now - at < TIMES.silent]
+        return any(map(self.world.by_name, received))  # of those that are still there
 
     def sends(self):
         """Return whether its weights are the run's."""

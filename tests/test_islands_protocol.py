@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_lossy.mechanisms.islands.membership import messages, protocol
+from megatron_lossy.mechanisms.islands.membership import messages
 from megatron_lossy.mechanisms.islands.membership.messages import Beat, Birth, Entry, Preparation, Slot, read, write
 from megatron_lossy.mechanisms.islands.membership.protocol import Island, Local, Plan
 from tests.islands_simulated import CHANCES, TIMES, World
@@ -33,9 +33,9 @@ def after_trouble(seed, without=""):
 @pytest.mark.parametrize("rule", RULES)
 def test_each_rule_is_missed_in_the_simulation(rule, monkeypatch):
     if rule == "connections of every pair":
-        monkeypatch.setattr(protocol, "_connected", lambda wanted, ready, keep: wanted)
+        monkeypatch.setattr(messages, "connected", lambda wanted, ready, keep: wanted)
     if rule == "the larger branch":
-        monkeypatch.setattr(protocol, "_weight", lambda branch, live, ident: (True, 1, ident))
+        monkeypatch.setattr(messages, "weight", lambda branch, live, ident: (True, 1, ident))
     broken, seed = [], 0
     while not broken:  # as many runs as it takes
         found = after_trouble(seed, without=rule)

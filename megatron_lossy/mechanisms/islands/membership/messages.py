@@ -1,6 +1,7 @@
 """The values that islands write into the store: one JSON object each.
 
 More fields than are known are ignored, so that a newer version can add some. A value with less, or of another form, is none.
+The functions at the end compare members by their beats.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from typing import Any, TypeVar
@@ -180,3 +181,47 @@ class Picture:
     def _of_slots(self, cls: type[_T], name: str) -> dict[int, _T]:
         found = {key: self._take(cls, key) for key in self.texts if key.startswith(f"{name}/")}
         return {slot_of(held.me): held for key, held in found.items() if held and key == f"{name}/{slot_of(held.me)}"}
+
+
+def stands(wanted: Sequence[Member], live: Mapping[Member, Beat], base: Entry | None, last: Entry | None) -> bool:
+    """Return whether ``base`` is the newest entry, and has the right members already, and all that may send."""
+    if base is None or last is None or last.ident != base.ident:
+        return False
+    may_send = {me for me in wanted if live[me].role == "sends" and live[me].entry == base.ident}
+    return set(wanted) == set(base.members) and may_send <= set(base.senders)
+
+
+def branches_of(live: Mapping[Member, Beat]) -> dict[str, list[Member]]:
+    """Return the live islands, by the entry that they have. One that never sent does not count while a sender lives."""
+    voters = {me: beat for me, beat in live.items() if beat.entry}
+    voters = {me: beat for me, beat in voters.items() if beat.role == "sends"} or voters
+    found: dict[str, list[Member]] = {}
+    for me, beat in voters.items():
+        found.setdefault(beat.entry, []).append(me)
+    return found
+
+
+def weight(branch: Sequence[Member], live: Mapping[Member, Beat], ident: str) -> tuple[object, ...]:
+    """Return the key that orders branches: those that do not yield, that have more receiving senders, and then islands, win."""
+
+    def receives(me: Member, others: Collection[Member]) -> bool:
+        return any(other in live[me].received for other in others if other != me)
+
+    senders = sum(receives(me, branch) for me in branch)
+    there = [me for me, beat in live.items() if beat.entry == ident]
+    company = sum(receives(me, there) for me in there)
+    most = max(live[me].iteration for me in branch)
+    return not any(live[me].yields for me in branch), senders, company, len(branch), most, ident
+
+
+def connected(wanted: Members, ready: Mapping[Member, Slots], keep: Collection[Member]) -> Members:
+    """Return those of ``wanted`` of which every pair is connected: the one that lacks most pairs goes, of ``keep`` last."""
+    members = list(wanted)
+
+    def lacks(me: Member) -> int:
+        others = [other for other in members if other != me]
+        return sum(other not in ready.get(me, NOBODY) or me not in ready.get(other, NOBODY) for other in others)
+
+    while lacks(worst := max(members, key=lambda me: (lacks(me), me not in keep, slot_of(me)))):
+        members.remove(worst)
+    return tuple(members)

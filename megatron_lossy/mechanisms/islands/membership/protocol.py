@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from statistics import median, median_low
 from typing import Any, NamedTuple
 
+from . import messages
 from .messages import NOBODY, Beat, Birth, Entry, Member, Members, Picture, Preparation, Slot, Slots, slot_of, write
 
 #: An answer that differs from every text: the write asks for no former value.
@@ -300,21 +301,22 @@ class Island:
             return
         base, last = self.entry, picture.entry
         wanted = tuple(me for me in live if now >= self._left_out.get(me, (0.0, 0.0))[0])
-        if _stands(wanted, live, base, last):
+        if messages.stands(wanted, live, base, last):
             self._fewer = None
             return
         number, there = self._number(picture) + 1, picture.prepared
         prepared = there if there is not None and there.number == number else None
-        own = prepared if prepared is not None and prepared.by == self.me else None
+        ours = prepared is not None and prepared.by in live and live[prepared.by].entry == self._ident  # this branch's
+        own = prepared if ours and self.me in prepared.candidates else None
         left = tuple(me for me in wanted if own is not None and me in own.candidates)
         age, late = now - self._attempt[1], self.times.connect + 2 * self.times.poll
-        if own is None or _stands(left, live, base, last) or (left != wanted and age >= late):
-            if prepared is None or own is not None or age >= late:
+        if own is None or messages.stands(left, live, base, last) or (left != wanted and age >= late):
+            if prepared is None or prepared.by == self.me or age >= late:
                 new = write(Preparation(number, self.me, self._draw(4), wanted))
                 plan.writes.append(Write("prepare", new, picture.texts.get("prepare")))
             return
         ready = {me: live[me].ready for me in left if live[me].attempt == own.nonce and not self._is_late(me)}
-        members = _connected(left, ready, self._senders(live, base))
+        members = messages.connected(left, ready, self._senders(live, base))
         if members != left and age < self.times.connect:
             return
         self._leave_out(now, left, members, picture, plan)
@@ -337,9 +339,9 @@ class Island:
 
     def _is_turn(self, now: float, picture: Picture, live: Mapping[Member, Beat]) -> bool:
         """Return whether this island proposes: the first sender of the largest branch, or another in its place."""
-        branches = _branches(live)
+        branches = messages.branches_of(live)
         if branches:
-            best = max(branches, key=lambda ident: _weight(branches[ident], live, ident))
+            best = max(branches, key=lambda ident: messages.weight(branches[ident], live, ident))
             if self._ident != best:
                 return False
             turn = sorted(branches[best], key=lambda me: (live[me].role != "sends", slot_of(me)))
@@ -377,13 +379,13 @@ class Island:
     ) -> bool:
         """Return whether ``members`` are enough, and no other branch brings more of them."""
         if base is not None:
-            branches = _branches(live)
+            branches = messages.branches_of(live)
             brought = {ident: len(set(branch) & set(members)) for ident, branch in branches.items()}
-            best = max(branches, key=lambda ident: (brought[ident], *_weight(branches[ident], live, ident)[1:]))
+            best = max(branches, key=lambda ident: (brought[ident], *messages.weight(branches[ident], live, ident)[1:]))
             if best != base.ident:
                 self._yields = now + self.times.again
                 return False
-            if _stands(members, live, base, last):
+            if messages.stands(members, live, base, last):
                 return False
         former = base or last
         # Of an island that has begun again, the former process has ended.
@@ -404,47 +406,6 @@ class Island:
             senders = [me for me in members if live[me].iteration == most]
         first = max(live[me].exchange for me in senders)
         if base is not None:
-            quickest = max(1e-3, min(live[me].seconds for me in senders))
-            first += 1 + math.ceil(self.times.read / quickest)
+            first += 1 + math.ceil(self.times.read / max(1e-3, min(live[me].seconds for me in senders)))
         iteration = max(live[me].iteration + (first - live[me].exchange) * local.interval for me in senders)
         return Entry(prepared.number, members, tuple(senders), first, iteration, self._ident, prepared.nonce)
-
-
-def _stands(wanted: Sequence[Member], live: Mapping[Member, Beat], base: Entry | None, last: Entry | None) -> bool:
-    """Return whether ``base`` is the newest entry, and has the right members already, and all that may send."""
-    if base is None or last is None or last.ident != base.ident:
-        return False
-    may_send = {me for me in wanted if live[me].role == "sends" and live[me].entry == base.ident}
-    return set(wanted) == set(base.members) and may_send <= set(base.senders)
-
-
-def _branches(live: Mapping[Member, Beat]) -> dict[str, list[Member]]:
-    """Return the live islands, by the entry that they have. One that never sent does not count while a sender lives."""
-    voters = {me: beat for me, beat in live.items() if beat.entry}
-    voters = {me: beat for me, beat in voters.items() if beat.role == "sends"} or voters
-    found: dict[str, list[Member]] = {}
-    for me, beat in voters.items():
-        found.setdefault(beat.entry, []).append(me)
-    return found
-
-
-def _weight(branch: Sequence[Member], live: Mapping[Member, Beat], ident: str) -> tuple[object, ...]:
-    """Return the key that orders branches: those that do not yield, then those with more receiving islands, win."""
-    receiving = [
-        me for me in branch if len(branch) == 1 or any(other in live[me].received for other in branch if other != me)
-    ]
-    yields = any(live[me].yields for me in branch)
-    return not yields, len(receiving), max(live[me].iteration for me in branch), ident
-
-
-def _connected(wanted: Members, ready: Mapping[Member, Slots], keep: Collection[Member]) -> Members:
-    """Return those of ``wanted`` of which every pair is connected: the one that lacks most pairs goes, of ``keep`` last."""
-    members = list(wanted)
-
-    def lacks(me: Member) -> int:
-        others = [other for other in members if other != me]
-        return sum(other not in ready.get(me, NOBODY) or me not in ready.get(other, NOBODY) for other in others)
-
-    while lacks(worst := max(members, key=lambda me: (lacks(me), me not in keep, slot_of(me)))):
-        members.remove(worst)
-    return tuple(members)
