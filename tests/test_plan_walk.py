@@ -87,7 +87,8 @@ def test_from_a_link_to_a_model(tmp_path):
 
         [plan] = blocks["Plan"]
         assert "recommended: islands, udp" in second.run(plan)
-        [dry] = blocks["Dry run"]
+        key, dry = blocks["Dry run"]
+        first.run(key)
         (first.folder / "plan.yaml").write_text((second.folder / "plan.yaml").read_text())
         commands = re.split(r"^# .*\n", first.run(dry), flags=re.MULTILINE)[1:]
         (second.folder / "run.key").write_bytes((first.folder / "run.key").read_bytes())
