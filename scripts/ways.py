@@ -19,6 +19,7 @@ from typing import Any
 import yaml
 from matplotlib.figure import Figure
 
+from benchmarks.churn.results import markdown
 from megatron_lossy.base.files import replace_file
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.lab.launch.memory import parameters
@@ -119,12 +120,9 @@ def table() -> str:
     for level in results.study.levels:
         change, place = changes(results, variant, level), sent(results.trials(variant, level)[0])
         low, high = change.mean - (change.half_width or 0.0), change.mean + (change.half_width or 0.0)
-        rows.append((place, f"| {level} | {place:,.0f} | {change.mean:+.1f} % | {low:+.1f} to {high:+.1f} % |"))
-    lines = [row for _, row in sorted(rows, key=lambda row: -row[0])]
-    return (
-        "\n".join(["| way | bytes a token | validation loss | 95 % interval |", "| --- | --- | --- | --- |", *lines])
-        + "\n"
-    )
+        rows.append((place, [level, f"{place:,.0f}", f"{change.mean:+.1f} %", f"{low:+.1f} to {high:+.1f} %"]))
+    body = [row for _, row in sorted(rows, key=lambda row: -row[0])]
+    return "\n".join(markdown([["way", "bytes a token", "validation loss", "95 % interval"], *body])) + "\n"
 
 
 def draw(results: Results) -> Figure:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
@@ -204,17 +205,22 @@ def test_a_lost_connection_opens_again(islands, transport):
 
 @pytest.mark.ranks
 @both
-def test_an_island_that_has_ended_answers_no_more(islands, transport):
-    """A forked child, as a loader starts, does not answer for it."""
+def test_an_island_that_has_ended_answers_no_more(islands, transport, monkeypatch):
+    """A forked child, as a loader starts, does not answer for it, and begins without an error."""
     run = islands(transport, slots=(0,))
     address = run.all[0].listen()
     assert first_rank._listens(address)
+    there, begun = os.pipe()
+    errors = []
+    monkeypatch.setattr(sys, "unraisablehook", errors.append)
     child = os.fork()
     if not child:
+        os.write(begun, b"%d" % len(errors))
         signal.pause()
-    run.all[0].close()
-    run.all[0].host.close()
     try:
+        assert os.read(there, 1) == b"0"
+        run.all[0].close()
+        run.all[0].host.close()
         assert first_rank._listens(address) is False
     finally:
         os.kill(child, signal.SIGKILL)

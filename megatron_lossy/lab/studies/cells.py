@@ -24,7 +24,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import IO, Any
 
@@ -90,11 +90,16 @@ class Cell:
 
 
 def _content(path: Path) -> str:
-    """Return a digest of a file, or of all files in a folder."""
+    """Return a digest of a file, or of all files in a folder. The cells of a study share it: they are read once, until they change."""
+    files = [file for file in (sorted(path.rglob("*")) if path.is_dir() else [path]) if file.is_file()]
+    return _digest(tuple((file, file.stat().st_mtime_ns, file.stat().st_size) for file in files))
+
+
+@cache
+def _digest(files: tuple[tuple[Path, int, int], ...]) -> str:
     found = hashlib.sha256()
-    for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
-        if file.is_file():
-            found.update(file.read_bytes())
+    for file, *_ in files:
+        found.update(file.read_bytes())
     return found.hexdigest()
 
 

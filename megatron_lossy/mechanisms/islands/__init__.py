@@ -62,9 +62,9 @@ class IslandJobs(Jobs):
             return None
         from .world import ElasticWorld, IslandWorld
 
-        return (
-            ElasticWorld(self.number, self.config.island or 0, seed) if self.apart else IslandWorld(self.number, seed)
-        )
+        if self.apart:
+            return ElasticWorld(self.number, self.config.island or 0, seed)
+        return IslandWorld(self.number, seed)
 
     def check(self, train_iters: int | None) -> None:
         config = self.config

@@ -2,8 +2,8 @@
 
 Every island sends each owner its piece (an all-to-all). Owners add up in the order of the islands, so that the result
 is the same as for islands in one process. Then their means are gathered. Both halves run on a thread of their own while
-training goes on. The carriers are in host memory. On CUDA vectors go there and back through page-locked memory, on a
-stream of their own, for which the threads wait; training does not.
+training goes on. The carriers are in host memory. On CUDA vectors go there and back through page-locked memory, on their
+own stream. The threads wait for that stream, and training does not.
 
 Its twin is :class:`megatron_lossy.lab.virtual.island_mean.InMemory`: here an island has one row of the exchange, and
 finds NaN for elements without a sender.
@@ -187,7 +187,7 @@ class RankExchange:
 class RankExchanges:
     """The exchanges of island ``island``, which this process belongs to.
 
-    ``carrier``: returns that of an exchange by its number; as many as there are lanes cross at once, each on a thread of its own.
+    ``carrier``: returns the carrier of an exchange, given its number. As many exchanges as there are lanes run at once, on a thread each.
     ``told``: gets the deliveries at this island: when an exchange begins, if its arrivals are drawn then, else when its mean is asked
     for, or at :meth:`tell`. ``steps``: length of the run, if known. Raises :class:`UsageError` for a channel that cannot serve islands.
     """

@@ -255,8 +255,11 @@ class IslandFlags(Flags):
     @property
     def relative_speeds(self) -> tuple[float, ...]:
         """Local iterations of every island per iteration of the slowest."""
-        speeds = self.island_speeds or (1.0,) * self.islands
-        return tuple(speed / min(speeds) for speed in speeds)
+        return tuple(map(self.relative_speed, range(self.islands)))
+
+    def relative_speed(self, island: int) -> float:
+        """Return local iterations of ``island`` per iteration of the slowest."""
+        return 1.0 if self.island_speeds is None else self.island_speeds[island] / min(self.island_speeds)
 
     @property
     def sync_lossless(self) -> bool:
@@ -322,7 +325,7 @@ class IslandFlags(Flags):
 
     def local_iterations(self, island: int, iteration: int) -> int:
         """Return number of iterations that ``island`` has made when the slowest has made ``iteration``."""
-        return int(iteration * self.relative_speeds[island] + 1e-9)
+        return int(iteration * self.relative_speed(island) + 1e-9)
 
     def check(self) -> None:
         in_unit_interval("--p-sync", self.p_sync)

@@ -117,11 +117,8 @@ class Host:
         os.close(self._bell)
 
     def forked(self) -> None:
-        """Close the files of the parent in a child process, which has no thread. Connections stay as they are."""
+        """Close the selector in a child process, which has no thread, and in which the sockets are closed already."""
         self.closed = True
-        for key in list(self._selector.get_map().values()):
-            if isinstance(key.fileobj, socket.socket):
-                os.close(key.fileobj.detach())
         self._selector.close()
 
     # --- on the thread ---------------------------------------------------------------------------------------------
