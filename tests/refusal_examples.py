@@ -129,12 +129,7 @@ ISLAND = [
     (
         {"islands": 2, "sync_method": "eager-diloco", "sync_delay": 1, "p_sync": 0.1},
         {"workers": 4},
-        "--sync-method eager-diloco: cannot lose exchanges (--p-sync, traces, --transport udp or stream, --rendezvous)",
-    ),
-    (
-        OUTER | CHURN | {"sync_dtype": "int4", "sync_interval": 2, "sync_delay": 1},
-        {},
-        "--island-schedule events: cannot go with --sync-delay and --sync-dtype int4",
+        "--sync-method eager-diloco: cannot lose exchanges (--p-sync, traces, --transport udp or stream)",
     ),
     (ISLANDS | GRAD, {"workers": 2}, "--islands 2: islands of one worker exchange no gradients and no parameters"),
     (

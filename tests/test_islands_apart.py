@@ -108,14 +108,14 @@ UDP = LOSS | {"transport": "udp", "p_grad": 0.1, "p_param": 0.1}
     [
         pytest.param(1, WHOLE, id="1 rank"),
         pytest.param(1, LOSS, id="loss"),
-        pytest.param(1, WHOLE | DILOCO, id="diloco"),
+        pytest.param(1, WHOLE | DILOCO | {"sync_dtype": "int8", "p_sync": 0.1}, id="diloco"),
         pytest.param(2, LOSS | WHOLE, id="2 ranks", marks=pytest.mark.nightly),
         pytest.param(2, UDP, id="datagrams"),
     ],
 )
 def test_where_none_comes_or_goes_all_is_as_in_one_launch(data, tmp_path, serve, ranks, loss):
-    settings = MODEL | data | SYNC | {"train_iters": 8, "eval_weights": "replica"} | loss
-    settings |= {"sync_dtype": "bf16"} if ranks == 1 else {}
+    settings = MODEL | data | SYNC | {"train_iters": 8, "eval_weights": "replica"}
+    settings |= ({"sync_dtype": "bf16"} if ranks == 1 else {}) | loss
     once = run_program("megatron_lossy.train", *as_flags(settings | {"save": tmp_path / "one"}), ranks=3 * ranks)
     assert once.returncode == 0, once.stderr
     run = Run(serve(), settings | {"save": tmp_path / "apart", "save_replicas": True}, ranks)
@@ -177,9 +177,10 @@ def test_who_is_killed_is_left_out_and_comes_back(data, tmp_path, serve, rejoin,
     assert max(last) < read_records(tmp_path / "island_0", "train")[0]["lm loss"] / 2
 
 
-def test_diloco_goes_on_with_the_outer_weights_of_the_island_that_it_copies(data, tmp_path, serve):
-    """Means under way, which a copy misses, count half as much after each exchange: at the end outer weights are equal."""
-    settings = MODEL | data | SYNC | DILOCO | {"train_iters": 1200, "eval_interval": 1200, "log_interval": 10}
+@pytest.mark.parametrize("form", [{}, {"sync_dtype": "int4"}], ids=["fp32", "int4"])
+def test_diloco_goes_on_with_the_outer_weights_of_the_island_that_it_copies(data, tmp_path, serve, form):
+    """Means under way, which a copy misses, matter less after each exchange: at the end outer weights are equal."""
+    settings = MODEL | data | SYNC | DILOCO | {"train_iters": 1200, "eval_interval": 1200, "log_interval": 10} | form
     run = Run(serve(), settings | {"save": tmp_path})
     run.start(0, 1, 2)
     run.until(1, r"iteration +30/")

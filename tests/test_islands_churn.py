@@ -126,7 +126,7 @@ def test_a_listener_with_outer_weights_waits_until_means_have_set_them(lr, momen
     config = LossyConfig(islands=2, sync_method="diloco", outer_optimizer=(lr, momentum))
     rule, mean = make_rule(config, [torch.ones(1)], None), torch.zeros(1)
     for _ in range(math.ceil(outer_visits(lr, momentum)) + 2):
-        rule.apply(0, mean, Result(mean, mean, None, None, None, 0))
+        rule.apply(0, mean, Result(mean, mean, None, None, None, 0, 0))
     assert abs(rule.outer.item()) < 0.02
     standing = Standing(config)
     standing.enter(10)
@@ -297,7 +297,20 @@ RULES = {
     "bf16": {"sync_dtype": "bf16", "sync_interval": 3},
     "int8": {"sync_dtype": "int8", "wire_block": 32, "sync_fraction": 0.5, "sync_delay": 2},
     "diloco": {"sync_method": "diloco", "sync_interval": 4, "p_sync": 0.2},
-    "diloco, int4": {"sync_method": "diloco", "sync_dtype": "int4", "wire_block": 32, "sync_fraction": 0.5},
+    "diloco, int4": {
+        "sync_method": "diloco",
+        "sync_dtype": "int4",
+        "wire_block": 32,
+        "p_sync": 0.2,
+        "sync_fraction": 0.5,
+    },
+    "diloco, int8, late": {
+        "sync_method": "diloco",
+        "sync_dtype": "int8",
+        "p_sync": 1e-9,
+        "sync_interval": 3,
+        "sync_delay": 2,
+    },
 }
 
 

@@ -132,6 +132,86 @@ def test_outer_steps_against_the_reference(bits, islands, parts, interval, outer
         w[:], v[:], b[:] = weights, rounds.rule.outer[0], rounds.rule.buffer[0]
 
 
+@settings(deadline=None, max_examples=30)
+@given(st.sampled_from([8, 4]), st.integers(2, 4), st.sampled_from([1, 2]), st.integers(0, 1), st.data())
+def test_outer_steps_with_losses_against_the_reference(bits, islands, parts, delay, data):
+    """After each block of 32 codes crosses the outer weight of one of them, in float32, whose mean takes its place."""
+    delay, p, packet = delay * (parts - 1), data.draw(st.sampled_from([0.1, 0.5])), data.draw(st.integers(1, 2))
+    bytes_of_block = 2 + 32 * bits // 8 + 4
+    config = flags(
+        **OUTER | {"sync_dtype": f"int{bits}", "islands": islands, "sync_delay": delay, "sync_fraction": 1 / parts},
+        p_sync=p,
+        loss_unit="packet",
+        packet_bytes=packet * bytes_of_block,
+    )
+    random, size, (lr, momentum) = np.random.default_rng(parts), 210, config.outer_optimizer
+    weights = torch.from_numpy(random.normal(size=size).astype(np.float32)).repeat(islands, 1)
+    rounds = rounds_of(config, weights)
+    rest, under_way = np.zeros(size, np.float32), {}
+    w = weights.numpy().copy()
+    v, b = w.copy(), np.zeros_like(w)
+    for step in range(40):
+        progress = 0.1 * random.normal(size=w.shape).astype(np.float32)
+        weights += torch.from_numpy(progress)
+        w += progress
+        rounds.after_iteration(step)
+        places = rounds.subset.places(step, weights.device)
+        at = np.arange(size) if places is None else places.read(torch.arange(size)).numpy()
+        reduced, gathered = (delivery.arrived for delivery in rounds.crossing.deliveries)
+        distances = v[:, at] - w[:, at]
+        sent, mean = np.zeros_like(distances), np.zeros(len(at), np.float32)
+        came, outer = np.zeros(sent.shape, bool), []
+        blocks = -(-len(at) // 32)
+        shard = -(-blocks // islands)
+        for block in range(blocks):
+            owner, unit, here = (
+                block // shard,
+                block % shard // packet,
+                slice(32 * block, min(32 * block + 32, len(at))),
+            )
+            sent[:, here] = [rounded(row, 32, 32, bits) for row in distances[:, here]]
+            senders = np.flatnonzero(reduced[owner, :, unit])
+            whole = (
+                sum(sent[senders[1:], here], sent[senders[0], here].copy()) / np.float32(len(senders)) + rest[at[here]]
+            )
+            mean[here] = rounded(whole, 32, 32, bits)
+            rest[at[here]] = whole - mean[here]
+            came[:, here] = gathered[:, owner, unit][:, None]
+            turn = 32 * block + step // parts % 32
+            if turn < len(at):
+                theirs = sum(v[senders[1:], at[turn]], v[senders[0], at[turn]].copy()) / np.float32(len(senders))
+                outer.append((turn, v[:, at[turn]].copy(), theirs))
+        under_way[step + delay] = at, sent, mean, came, outer, v[:, at].copy()
+        if step in under_way:
+            at, sent, mean, came, outer, then = under_way.pop(step)
+            moved = momentum * b[:, at] + mean
+            after = v[:, at] - np.float32(lr) * (mean + momentum * moved)
+            b[:, at] = np.where(came, moved, b[:, at])
+            w[:, at] = np.where(came, after + (w[:, at] - (then - sent)), w[:, at])
+            v[:, at] = np.where(came, after, v[:, at])
+            for turn, ours, theirs in outer:
+                off = np.where(came[:, turn], theirs - ours, 0)
+                w[:, at[turn]] += off
+                v[:, at[turn]] += off
+        for ours, reference in ((weights, w), (rounds.rule.outer, v), (rounds.rule.buffer, b)):
+            np.testing.assert_allclose(ours, reference, atol=4e-6)
+        w[:], v[:], b[:] = weights, rounds.rule.outer, rounds.rule.buffer
+
+
+@pytest.mark.parametrize("more", [{}, {"sync_fraction": 0.5, "sync_delay": 1}, {"wire_block": 128}], ids=str)
+def test_outer_weights_that_a_lost_mean_left_apart_meet_again(more):
+    """Within as many visits of an element as the outer weights of one in so many cross."""
+    config = flags(**OUTER, p_sync=1e-9, **more)
+    rounds = rounds_of(config, weights := torch.randn(1, 500).repeat(3, 1))
+    rounds.rule.outer[1] += 1.0
+    weights[1] += 1.0
+    for step in range(32 * config.parts + config.sync_delay):
+        assert not torch.allclose(rounds.rule.outer[1], rounds.rule.outer[0], atol=0.3)
+        rounds.after_iteration(step)
+    for row in (*rounds.rule.outer[1:], *weights):
+        assert torch.allclose(row, rounds.rule.outer[0], atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 @pytest.mark.parametrize("more", [{}, {"sync_fraction": 0.5, "sync_interval": 2, "sync_delay": 3}], ids=str)
 def test_progress_smaller_than_the_rounding_crosses_in_the_end(dtype, more):

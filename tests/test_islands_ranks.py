@@ -113,7 +113,8 @@ def test_two_islands_of_a_rank_are_virtual_ones(data, tmp_path):
             {**LATE, "p_sync": 0.5, "sync_interval": 2, "sync_subset": "bernoulli", "sync_block": 5},
         ),
         "diloco": ({}, {**OUTER, "p_sync": 0.3}),
-        "diloco in 8 bits": ({}, {**OUTER, "sync_dtype": "int8"}),
+        "diloco in 8 bits": ({}, {**OUTER, "p_sync": 0.3, "sync_dtype": "int8"}),
+        "diloco in 4 bits, datagrams": ({}, {**HALVES, **LOST, "p_sync": 0.2, "transport": "udp", "sync_delay": 1}),
         "diloco in 4 bits": ({"bf16": True}, {**HALVES, "sync_subset": "partition", "sync_delay": 1}),
         "eager": ({"optimizer": "nadam"}, {**OUTER, "sync_method": "eager-diloco", "sync_delay": 2}),
         "datagrams": ({}, {**LATE, **LOST, "p_sync": 0.2, "transport": "udp"}),
@@ -183,7 +184,7 @@ CONTINUED = {
     "ema": ({"bf16": True}, {**LATE, "delay_correction": "ema", "sync_interval": 2, "sync_dtype": "bf16"}),
     "smith": ({}, {**LATE, **LOST, "sync_fraction": 1.0, "delay_correction": "smith"}),
     "int8": ({}, {**LATE, **LOST, "sync_fraction": 1.0, "delay_correction": "smith", "sync_dtype": "int8"}),
-    "diloco": ({"bf16": True}, {**HALVES}),
+    "diloco": ({"bf16": True}, {**HALVES, "p_sync": 0.3}),
     "eager": ({"optimizer": "nadam"}, {**OUTER, "sync_method": "eager-diloco", "sync_delay": 2}),
 }
 

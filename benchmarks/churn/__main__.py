@@ -1,6 +1,6 @@
 """Train a tiny model on islands that are launches of their own, while these are killed, frozen, cut off, and added.
 
-    python -m benchmarks.churn [--schedule FILE | --kill-every SECONDS] [--undisturbed] [--out runs/churn]      (make run-churn)
+    python -m benchmarks.churn [--schedule FILE | --kill-every SECONDS [--kills N]] [--undisturbed] [--out runs/churn]      (make run-churn)
 
 It starts a coordinator and islands as processes, and makes happen what the schedule says: lines as those of
 --island-schedule, {"slot": 1, "at": 120, "event": "stop"}. stop is kill -9, freeze is SIGSTOP, cut takes the network away (as root, on
@@ -27,7 +27,7 @@ from benchmarks.churn.results import Island, Results, compared, markdown
 from benchmarks.churn.schedule import DEFAULT, DEFAULT_AWAY, Director, Events, Kills, first_islands, without_cuts
 from benchmarks.common import made_with
 from benchmarks.lab import Link, MissingRequirement, check_lab, end_in_order
-from megatron_lossy.base.errors import UsageError, refuse, usage_errors
+from megatron_lossy.base.errors import STOPPED, UsageError, refuse, usage_errors
 from megatron_lossy.base.files import replace_file, write_text
 from megatron_lossy.lab.virtual.island_schedule import Schedule, read_schedule
 
@@ -50,6 +50,8 @@ _FLAGS = {
 _RTT = 2.0
 #: The share of a run after which no island is killed any more: all are there at its end.
 _KILLS_UNTIL = 0.97
+#: Exit statuses of an island that trained to the end, was killed, or saved and stopped.
+_AS_MEANT = (0, -signal.SIGKILL, STOPPED)
 _EXPLANATION = (
     "Updates possible: iterations of the run while the process was there, had entered the run, and was not frozen. An exchange "
     "arrived if something of it arrived at that island; losses that a killed island had not written yet count as arrived. An island that dies or freezes is waited for once, {patience} s at most; a "
@@ -75,6 +77,9 @@ def parser() -> argparse.ArgumentParser:
         type=float,
         metavar="SECONDS",
         help="instead of a schedule: kill -9 of an island, drawn by the seed, and start it at once",
+    )
+    parser.add_argument(
+        "--kills", type=int, metavar="N", help="end the run after so many (default: near its last iteration)"
     )
     parser.add_argument("--islands", type=int, default=4, metavar="S", help="slots (default 4)")
     parser.add_argument("--config", default="configs/tiny/llama_1m.yaml", metavar="FILE", help="what is trained")
@@ -112,7 +117,11 @@ def schedule_of(args: argparse.Namespace) -> Schedule:
             raise refuse("--kill-every", args.kill_every, "is instead of --schedule")
         if not args.kill_every > 0:
             raise refuse("--kill-every", args.kill_every, "must be above 0")
+        if args.kills is not None and args.kills < 1:
+            raise refuse("--kills", args.kills, "must be at least 1")
         return Schedule([])
+    if args.kills is not None:
+        raise refuse("--kills", args.kills, "needs --kill-every")
     if args.schedule is not None:
         return read_schedule(args.schedule, args.islands, args.iterations)
     for name, least in (("islands", 4), ("iterations", DEFAULT.events[-1].at + 1)):
@@ -160,7 +169,7 @@ class Runs:
                 print(line, flush=True)
 
             if args.kill_every is not None:
-                return Kills(islands, args.kill_every, int(_KILLS_UNTIL * args.iterations), seed, tell)
+                return Kills(islands, args.kill_every, int(_KILLS_UNTIL * args.iterations), seed, args.kills, tell)
             return Director(islands, self._schedule, self._away and tuple(self._away), tell)
 
         slots = first_islands(self._schedule, args.islands)
@@ -203,10 +212,11 @@ class Runs:
         finally:
             islands.end()
         _check(islands, iterations)
+        iterations = min(iterations, islands.iteration)
         there = sorted({life.slot for life in islands.lives})
         found = [Island.read(slot, islands.lives, out / "log") for slot in there]
         notes = [f"It took {time.monotonic() - began:.0f} s"]
-        failed = [life for life in islands.lives if life.process.returncode not in (0, -signal.SIGKILL)]
+        failed = [life for life in islands.lives if life.process.returncode not in _AS_MEANT]
         notes += [f"island {life.slot} ended with status {life.process.returncode}" for life in failed]
         words = " ".join(flags).replace("--sync-interval=", "--sync-interval ").split()
         interval = int(words[len(words) - words[::-1].index("--sync-interval")])  # the last one counts
@@ -243,7 +253,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
 def _check(islands: Islands, end: int) -> None:
     """Raise :class:`RuntimeError` if an island has ended by itself before iteration ``end``."""
     for life in islands.lives:
-        if life.process.poll() not in (None, 0, -signal.SIGKILL) and life.iteration < end:
+        if life.process.poll() not in (None, *_AS_MEANT) and life.iteration < end:
             raise RuntimeError(
                 f"island {life.slot}: status {life.process.returncode}; the end of {life.log}:\n{life.tail()}"
             )

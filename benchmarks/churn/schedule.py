@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import signal
 import time
@@ -107,12 +108,16 @@ class Director:
 
 @dataclass
 class Kills:
-    """Kills an island that trains, drawn by ``seed``, every ``every`` seconds, and starts it at once, until the run has made ``end`` iterations."""
+    """Kills an island that trains, drawn by ``seed``, every ``every`` seconds, and starts it at once, until the run has made ``end`` iterations.
+
+    ``most``: kills, after which all islands stop; ``None``: as many as there are.
+    """
 
     islands: Islands
     every: float
     end: int
     seed: int
+    most: int | None = None
     tell: Callable[[str], None] = print
 
     def __post_init__(self) -> None:
@@ -127,6 +132,12 @@ class Kills:
         if not self._next and len(training) == len(islands.lives):
             self._next = time.monotonic() + self.every
         if not self._next or time.monotonic() < self._next or now >= self.end or not training:
+            return
+        if len(self.happened) // 2 == self.most:
+            if len(training) == len(list(islands.running())):  # one that is about to train could not save
+                self._next = math.inf
+                for life in training:
+                    islands.signal(life.slot, signal.SIGTERM)
             return
         self._next += self.every
         slot = self._drawn.choice(training).slot

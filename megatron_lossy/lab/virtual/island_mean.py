@@ -24,7 +24,7 @@ class InMemory:
     def __init__(self, config: LossyConfig, stream: Stream, steps: int | None) -> None:
         self._config, self._stream = config, stream
         self._form = Form(config)
-        self.rest = None if self._form.exact else Rest()
+        self.rest = None if self._form.exact else Rest(self._form)
         self._networks = networks_between(config, stream, steps)
         self.deliveries: list[Delivery] = []
         self._senders: Sequence[int] = range(config.islands)
@@ -46,7 +46,7 @@ class InMemory:
         """
         senders, receivers, (islands, count) = self._senders, self._receivers, sent.shape
         owners = len(senders)
-        shard = -(-count // owners)
+        shard = self._form.share(count, owners)
         units = self._form.cut(shard)
         crossing = torch.zeros(islands, owners * shard, device=sent.device)
         crossing[:, :count] = sent

@@ -37,13 +37,13 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 class Pieces:
     """``own`` float32[k], which becomes what arrives, in ``islands`` pieces of ``form``.
 
-    If some values are not finite, all pieces are blank, so that the others see that nothing comes from here. ``count``: k. ``shard``,
-    ``units``: the elements of a piece.
+    If some values are not finite, all pieces are blank, so that the others see that nothing comes from here. ``count``: k, flat.
+    ``shard``, ``units``: the elements of a piece.
     """
 
     def __init__(self, own: torch.Tensor, islands: int, form: Form) -> None:
         self.count, self.device = len(own), own.device
-        self.shard = -(-len(own) // islands)
+        self.shard = form.share(len(own), islands)
         self.units = form.cut(self.shard)
         self._dtype = form.dtype
         missing = islands * self.shard - len(own)
@@ -203,7 +203,7 @@ class RankExchanges:
     ) -> None:
         self.stream, self.island, self.told = stream, island, told
         self.form = Form(config)
-        self.rest = None if self.form.exact else Rest()
+        self.rest = None if self.form.exact else Rest(self.form)
         self.networks = networks_between(config, stream, steps)
         self._interval, self._carrier = config.sync_interval, carrier
         self._threads = [ThreadPoolExecutor(1, "megatron-lossy-islands") for _ in range(config.lanes)]
@@ -226,7 +226,7 @@ class RankExchanges:
 
     def forget(self, island: int) -> None:
         """Let ``island``, that of this process, begin again, without the rests of exchanges under way."""
-        self.rest = None if self.rest is None else Rest()
+        self.rest = None if self.rest is None else Rest(self.form)
 
     def tell(self) -> None:
         """Report the arrivals of the latest exchange, if only the device had them when it began. This waits for the device."""

@@ -105,7 +105,7 @@ class IslandLink(Carrier):
         self.senders, self.place = range(world.islands), world.island
         self.name, self.rank, self._size = f"islands {name}", world.island, world.islands
         form = Form(config)
-        self._shard = form.items(form.cut(-(-max(most, 1) // self._size)))
+        self._shard = form.items(form.cut(form.share(form.flat(max(most, 1)), self._size)))
         bucket = (self._shard * form.dtype.itemsize, form.packet * form.dtype.itemsize)
         self._channel = end_for(config).open(
             self.name,

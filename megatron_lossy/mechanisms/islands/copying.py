@@ -46,9 +46,8 @@ class Buckets:
     def __init__(self, config: LossyConfig, most: Sequence[int]) -> None:
         form = Form(config)
         self.packet, self._lanes, self._islands = form.packet, config.lanes, config.islands
-        cuts = [
-            form.cut(-(-max(elements, 1) // senders)) for elements in most for senders in range(1, config.islands + 1)
-        ]
+        flat = [form.flat(max(elements, 1)) for elements in most]
+        cuts = [form.cut(form.share(count, senders)) for count in flat for senders in range(1, config.islands + 1)]
         self._items = [form.items(cut) for cut in cuts]
         unit = form.packet * form.dtype.itemsize
         exchanges = [(items * form.dtype.itemsize, unit) for items in self._items for _ in range(self._lanes)]

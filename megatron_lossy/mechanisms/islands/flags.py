@@ -21,6 +21,8 @@ SYNC_LANES = 4
 CONSENSUS_FOLDER = "consensus"
 _DILOCO = ("diloco", "eager-diloco")
 _BITS = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4}
+#: Of so many elements that cross as distances in codes the outer weight of one crosses, too.
+REFRESH = 32
 
 
 @dataclass(frozen=True)
@@ -173,8 +175,14 @@ class IslandFlags(Flags):
 
     @property
     def sends_distances(self) -> bool:
-        """Whether islands send their distance to their outer weights. Then a lost mean would leave these apart for good."""
+        """Whether islands send their distance to their outer weights. Then a lost mean leaves these apart."""
         return self.sync_method == "eager-diloco" or (self.sync_method == "diloco" and self.sync_bits > 0)
+
+    @property
+    def refreshes(self) -> bool:
+        """Whether outer weights cross besides distances in codes, of one element in :data:`REFRESH`: a mean may be lost."""
+        stay = self.rendezvous is None and self.island_schedule is None
+        return self.sync_method == "diloco" and self.sync_bits > 0 and not (stay and self.sync_lossless)
 
     @property
     def parts(self) -> int:

@@ -4,7 +4,8 @@ An exchange of k elements is cut into one shard per island. The owner of a shard
 own always does), and sends the mean back. An island that does not get it goes on without. Nothing is sent again.
 
 Values cross as numbers of a dtype, or as codes with their scales (``--sync-dtype``). A shard of R rows crosses as rows of a message, of
-items of :attr:`Form.dtype`. Units of loss are runs of whole items, so that every packet can be read by itself.
+items of :attr:`Form.dtype`. Units of loss are runs of whole items, so that every packet can be read by itself. DiLoCo's outer weights
+cross besides its codes where these may be lost: after each block of B codes are B / 32 numbers in float32. *Flat* elements are both.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ...base.fingerprint import finite
 from ...config import LossyConfig
 from ...recovery.rows import to_device
 from ...transport import Network
-from .flags import SYNC_PHASES
+from .flags import REFRESH, SYNC_PHASES
 from .vector import Places, read_at
 
 
@@ -31,8 +32,10 @@ class Form:
     """The form of ``--sync-dtype``: numbers of a dtype, or whole numbers of ``code`` to nearest, in blocks that share a scale.
 
     ``dtype``: of the items of a message. ``packet``: items of a packet. ``blank``: in all items, it says that nothing is there. ``exact``:
-    whether values cross as they are.
+    whether values cross as they are. ``plain``: the numbers after each block of codes.
     """
+
+    plain = 0
 
     def __init__(self, config: LossyConfig) -> None:
         self._unit, self._packet_bytes = config.loss_unit, config.packet_bytes
@@ -43,35 +46,94 @@ class Form:
         if config.sync_bits:
             self.code = BlockCode(config.sync_bits, config.wire_block)
             self.dtype, self.blank = torch.uint8, 255  # scales of NaN
-            self._elements = self.code.elements(config.packet_bytes)
-            self.packet = self.code.size(self._elements)
+            self._block, self.plain = config.wire_block, config.wire_block // REFRESH if config.refreshes else 0
+            # Bytes of a block, and of the numbers after it.
+            self._coded, self._numbers = self.code.size(self._block), self.plain * torch.float32.itemsize
+            blocks = config.packet_bytes // (self._coded + self._numbers)
+            self._elements, self.packet = blocks * (self._block + self.plain), blocks * (self._coded + self._numbers)
         #: By phase, the name of the code.
         self.codes = {} if self.code is None else dict.fromkeys(SYNC_PHASES, str(self.code))
 
+    def flat(self, count: int) -> int:
+        """Return the flat elements of ``count`` elements."""
+        return -(-count // self._block) * (self._block + self.plain) if self.plain else count
+
+    def share(self, count: int, owners: int) -> int:
+        """Return the elements of each owner's shard of ``count`` flat ones: whole blocks, if numbers come after them."""
+        whole = self._block + self.plain if self.plain else 1
+        return -(-count // (owners * whole)) * whole
+
+    def joined(self, values: torch.Tensor, plain: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the flat elements [R, n] of ``values`` [R, k] and the numbers ``plain`` [R, m] after their blocks; ``None``: zeros."""
+        values = self.blocks(values)
+        if plain is None:
+            plain = values.new_zeros(len(values), values.shape[1] // self._block * self.plain)
+        return _join(values, self._block, plain, self.plain)
+
+    def blocks(self, values: torch.Tensor) -> torch.Tensor:
+        """Return ``values`` [R, k] filled up with zeros to whole blocks."""
+        return torch.nn.functional.pad(values, (0, -values.shape[1] % self._block))
+
+    def apart(self, flat: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the ``count`` values [R, k] and the numbers [R, m] of ``flat`` [R, n]."""
+        values, plain = _part(flat, self._block, self.plain)
+        return values[:, :count], plain
+
     def cut(self, shard: int) -> BucketUnits:
-        """Return the units of a shard of so many elements."""
+        """Return the units of a shard of so many flat elements."""
         [units], _ = cut([shard], [self.dtype.itemsize], self._unit, self._packet_bytes, [self._elements])
         return units
 
     def items(self, units: BucketUnits) -> int:
         """Return items of a shard that is cut as ``units``."""
+        if self.plain:
+            return units.shard // (self._block + self.plain) * (self._coded + self._numbers)
         return units.shard if self.code is None else self.code.payloads(units).shard
 
     def encode(self, values: torch.Tensor, units: BucketUnits, rows: torch.Tensor) -> None:
         """Put ``values`` float32[R, shard] into ``rows`` [R, items]."""
-        rows.copy_(values if self.code is None else self.code.encode(values, units))
+        if self.code is None:
+            rows.copy_(values)
+        elif self.plain:
+            values, plain = self.apart(values, units.shard)
+            codes = self.code.encode(values, self._cut_codes(values.shape[1]))
+            rows.copy_(_join(codes, self._coded, plain.view(torch.uint8), self._numbers))
+        else:
+            rows.copy_(self.code.encode(values, units))
 
     def decode(self, rows: torch.Tensor, units: BucketUnits) -> torch.Tensor:
         """Return float32[R, shard]: the values of ``rows`` [R, items]."""
         if self.code is None:
             return rows.float()
+        if self.plain:
+            codes, plain = _part(rows, self._coded, self._numbers)
+            blocks = self._cut_codes(plain.shape[1] // self._numbers * self._block)
+            values = self.code.decode(codes, blocks, torch.empty(len(rows), blocks.shard, device=rows.device))
+            return self.joined(values, plain.view(torch.float32))
         return self.code.decode(rows, units, torch.empty(len(rows), units.shard, device=rows.device))
+
+    def _cut_codes(self, count: int) -> BucketUnits:
+        """Return the cut of ``count`` codes into blocks."""
+        return BucketUnits(0, count // self._block, count, self._block)
+
+
+def _join(one: torch.Tensor, width: int, other: torch.Tensor, more: int) -> torch.Tensor:
+    """Return [R, n * (width + more)] of ``one`` [R, n * width] and ``other`` [R, n * more], by turns."""
+    shape = len(one), one.shape[1] // width
+    return torch.cat((one.view(*shape, width), other.view(*shape, more)), dim=2).flatten(1)
+
+
+def _part(rows: torch.Tensor, width: int, more: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the two tensors that :func:`_join` made ``rows`` of, as copies."""
+    both = rows.view(len(rows), rows.shape[1] // (width + more), width + more)
+    one, other = (part.clone(memory_format=torch.contiguous_format) for part in both.split([width, more], dim=2))
+    return one.flatten(1), other.flatten(1)
 
 
 def bytes_sent(config: LossyConfig, count: int, among: tuple[int, int] | None = None) -> float:
-    """Return the bytes that a sender sends of ``count`` elements. ``among``: senders and receivers; ``None``: all islands."""
+    """Return the bytes that a sender sends of ``count`` flat elements. ``among``: senders and receivers; ``None``: all islands."""
     form, (senders, receivers) = Form(config), among or (config.islands, config.islands)
-    shard = -(-count // senders)
+    shard = form.share(count, senders)
     return theory.bytes_sent(count, senders, form.items(form.cut(shard)) * form.dtype.itemsize / shard, receivers)
 
 
@@ -83,7 +145,8 @@ class Rest:
     however many they are.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, form: Form) -> None:
+        self._form = form
         self._rows: dict[int, torch.Tensor] = {}
 
     def crossing(
@@ -96,7 +159,7 @@ class Rest:
         averaged: torch.Tensor | None,
         crosses: Callable[[torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
-        """Return m [shard] of the ``mean`` [shard] that ``island`` owns, of ``count`` elements at ``places``.
+        """Return m [shard] of the ``mean`` [shard] that ``island`` owns, of ``count`` flat elements at ``places``.
 
         ``place``: the number of its shard. ``averaged`` bool[shard]: the elements with a sender; ``None``: all; the others are NaN.
         ``crosses``: makes Q(x) [shard] of x.
@@ -105,6 +168,8 @@ class Rest:
         row = self._rows.get(island)
         row = self._rows[island] = torch.zeros(size, device=mean.device) if row is None else row.to(mean.device)
         chosen = read_at(row, places)
+        if self._form.plain and places is not None:
+            chosen = self._form.joined(chosen[None])[0]
         own = chosen[place * len(mean) : (place + 1) * len(mean)]  # the last shard may be shorter
         whole = mean.clone()
         whole[: len(own)] += own
@@ -114,7 +179,8 @@ class Rest:
         left = (whole - crossed)[: len(own)]
         own.copy_(torch.where(left.isfinite(), left, own))
         if places is not None:
-            places.write(row, chosen)
+            kept = self._form.apart(chosen[None], len(places))[0][0] if self._form.plain else chosen
+            places.write(row, kept)
         return crossed
 
     def forget(self, island: int) -> None:

@@ -184,14 +184,10 @@ ISLANDS = Section(
     "cannot go with --islands and --transport {config.transport}, which reports arrivals iterations later",
     # The log of islands that are launches of their own is of epochs alone.
     lambda c, f: _real(c, f) and c.observed and c.delivery_log is not None and c.rendezvous is None,
-    "--sync-method | exchanges that can be lost, of eager-diloco, or of diloco in int8 or int4 | "
-    "cannot lose exchanges (--p-sync, traces, --transport udp or stream, --rendezvous): "
-    "nothing would pull islands together again; choose diloco in fp32 or bf16",
-    lambda c, f: c.sends_distances and (c.rendezvous is not None or (f.workers is not None and not c.sync_lossless)),
-    "--island-schedule | --sync-delay of diloco in int8 or int4 | "
-    "cannot go with --sync-delay and --sync-dtype {config.sync_dtype}: "
-    "an island that copies another would miss the means that are under way to it",
-    lambda c, f: c.sends_distances and c.island_schedule is not None and c.sync_delay,
+    "--sync-method | exchanges that can be lost, of eager-diloco | "
+    "cannot lose exchanges (--p-sync, traces, --transport udp or stream): "
+    "nothing would pull islands together again; choose diloco",
+    lambda c, f: c.sync_method == "eager-diloco" and f.workers is not None and not c.sync_lossless,
     "--islands | one worker each, and lost gradients or parameters | "
     "islands of one worker exchange no gradients and no parameters; choose fewer, or --p-sync for what they average",
     lambda c, f: c.averages and _one_worker_each(c, f),

@@ -103,7 +103,7 @@ class Rounds:
     def _begin(self, number: int, step: int) -> Flight | None:
         places = self.subset.places(number, self._device)
         now = [vector.read(places) for vector in self.vectors]
-        sent = self.rule.payload(torch.stack(now) if len(now) > 1 else now[0][None], places)
+        sent = self.rule.payload(torch.stack(now) if len(now) > 1 else now[0][None], places, number)
         if not sent.shape[1]:  # a drawn subset may be empty
             return None
         snapshot = self.rule.snapshot(places)
@@ -119,7 +119,7 @@ class Rounds:
             vector = self.vectors[island]
             arrived = None if mean.arrived is None else mean.arrived[island]
             snapshot = None if flight.snapshot is None else flight.snapshot[island]
-            result = Result(flight.sent[island], mean.values, arrived, places, snapshot, step)
+            result = Result(flight.sent[island], mean.values, arrived, places, snapshot, step, flight.number)
             vector.write(places, self.rule.apply(island, vector.read(places), result))
 
     def _takers(self, flight: Flight) -> Sequence[int]:
@@ -196,8 +196,9 @@ class MemberRounds(Rounds):
     def _count(self, island: int, flight: Flight, mean: Mean) -> None:
         """Note that a mean has set elements of ``island``."""
         row, places = self._set[island], flight.places
-        came = torch.ones_like(flight.sent[island], dtype=torch.bool) if mean.arrived is None else mean.arrived[island]
-        write_at(row, places, read_at(row, places) + came.to(torch.int16))
+        before = read_at(row, places)
+        came = 1 if mean.arrived is None else self.rule.set_by(mean.arrived[island], len(before)).to(torch.int16)
+        write_at(row, places, before + came)
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "took part": self._took_part, "set": self._set}

@@ -33,6 +33,8 @@ from ...base import theory
 from ...config import LossyConfig
 from ...config.facts import Facts
 from ...config.refusal import check_refusals
+from .flags import REFRESH
+from .mean import Form
 from .vector import Places, read_at, write_at
 
 # A factor on the bound of equal gaps, for gaps that vary between 1 and 2n - 1 exchanges (``partition``). With n from 2
@@ -43,7 +45,7 @@ _IRREGULAR = 0.6
 
 @dataclass(frozen=True)
 class Result:
-    """The result of one exchange for one island.
+    """The result of the exchange ``number`` for one island.
 
     ``sent``, ``mean`` float32[k]: the values that it sent, and the mean of all. ``arrived`` bool[k]: the elements whose
     mean is here; ``None``: all. ``places``: the places of these elements; ``None``: all of the vector. ``snapshot`` [k]: see
@@ -56,6 +58,7 @@ class Result:
     places: Places | None
     snapshot: torch.Tensor | None
     step: int
+    number: int
 
     def where_arrived(self, there: torch.Tensor, otherwise: torch.Tensor) -> torch.Tensor:
         """Return ``there`` where the mean arrived, and ``otherwise`` elsewhere."""
@@ -72,9 +75,16 @@ class Rule(ABC):
     #: Whether that belongs to the weights, so that an island that copies another one takes it, too. Otherwise it begins at zero.
     belongs: ClassVar[bool] = False
 
-    def payload(self, now: torch.Tensor, places: Places | None) -> torch.Tensor:
-        """Return the values [islands, k] that islands with the weights ``now`` [islands, k] at ``places`` send. It may be ``now``."""
+    def payload(self, now: torch.Tensor, places: Places | None, number: int) -> torch.Tensor:
+        """Return what islands with the weights ``now`` [islands, k] at ``places`` send in the exchange ``number``; it may be ``now``.
+
+        [islands, k], or flat (:class:`.Form`).
+        """
         return now
+
+    def set_by(self, arrived: torch.Tensor, count: int) -> torch.Tensor:
+        """Return bool[k]: which of ``count`` elements a mean sets of which ``arrived`` is here."""
+        return arrived
 
     def snapshot(self, places: Places | None) -> list[torch.Tensor] | None:
         """Return by island a copy [k] of the state at ``places``, for the result of the exchange that begins; ``None``: not needed."""
@@ -201,7 +211,7 @@ class DiLoCo(Rule):
         self.outer = torch.stack(list(start))
         self.buffer = torch.zeros_like(self.outer)
 
-    def payload(self, now: torch.Tensor, places: Places | None) -> torch.Tensor:
+    def payload(self, now: torch.Tensor, places: Places | None, number: int) -> torch.Tensor:
         return torch.stack([read_at(row, places) for row in self.outer]) - now if self._distances else now
 
     def apply(self, island: int, now: torch.Tensor, result: Result) -> torch.Tensor:
@@ -224,6 +234,46 @@ class DiLoCo(Rule):
         return step
 
 
+class RefreshingDiLoCo(DiLoCo):
+    """The same in codes whose means may be lost. Distances alone would leave v of an island apart from then on.
+
+    So after each block of codes cross, as they are, v of one of every :data:`.REFRESH` elements, in each visit of the next one. Their
+    mean takes the place of v, and w moves with it. The momentum needs nothing: what it has of a lost mean decays.
+    """
+
+    def __init__(self, start: Sequence[torch.Tensor], config: LossyConfig) -> None:
+        super().__init__(start, config)
+        self._form, self._parts = Form(config), config.parts
+
+    def payload(self, now: torch.Tensor, places: Places | None, number: int) -> torch.Tensor:
+        outer = self._form.blocks(torch.stack([read_at(row, places) for row in self.outer]))
+        return self._form.joined(super().payload(now, places, number), self._turn(outer, number).flatten(1))
+
+    def set_by(self, arrived: torch.Tensor, count: int) -> torch.Tensor:
+        return self._apart(arrived, count)[0]
+
+    def apply(self, island: int, now: torch.Tensor, result: Result) -> torch.Tensor:
+        count, places, came = len(now), result.places, None
+        (sent, ours), (mean, theirs) = (self._apart(row, count) for row in (result.sent, result.mean))
+        arrived = result.arrived
+        if arrived is not None:
+            arrived, came = self._apart(arrived, count)
+        moved = super().apply(island, now, replace(result, sent=sent, mean=mean, arrived=arrived))
+        off = self._form.blocks(now.new_zeros(1, count))
+        self._turn(off, result.number).copy_(theirs - ours if came is None else torch.where(came, theirs - ours, 0.0))
+        write_at(self.outer[island], places, read_at(self.outer[island], places) + off[0, :count])
+        return moved + off[0, :count]
+
+    def _apart(self, row: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the values [k] and the outer weights [n] of ``row``, flat."""
+        values, outer = self._form.apart(row[None], count)
+        return values[0], outer[0]
+
+    def _turn(self, rows: torch.Tensor, number: int) -> torch.Tensor:
+        """Return a view [R, n] of ``rows`` [R, whole blocks]: of the elements whose v crosses in the exchange ``number``."""
+        return rows.view(len(rows), -1, REFRESH)[:, :, number // self._parts % REFRESH]
+
+
 class EagerDiLoCo(DiLoCo):
     """The same with D = mean(before) + (own - own before) / M. Islands send their distance to v."""
 
@@ -238,7 +288,7 @@ class EagerDiLoCo(DiLoCo):
 def make_rule(config: LossyConfig, weights: Sequence[torch.Tensor], steps: int | None) -> Rule:
     """Return the rule for the islands of this process, each with its ``weights`` [size]. ``steps``: length of the run, if known."""
     if config.sync_method == "diloco":
-        return DiLoCo(weights, config)
+        return RefreshingDiLoCo(weights, config) if config.refreshes else DiLoCo(weights, config)
     if config.sync_method == "eager-diloco":
         return EagerDiLoCo(weights, config)
     check_refusals(config, Facts(ends=steps is not None))
