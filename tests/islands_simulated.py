@@ -73,7 +73,6 @@ class Process:
         self.made, self.received, self.held, self.copied = 0.0, {}, [], None
         self.alive, self.frozen_until, self.cut_until, self.reached = True, 0.0, 0.0, world.now
         self.ask = self.ended = None
-        self.replaced = False  # by a later start of its slot
         self.connect, self.attempt, self.lines, self.skipped = (), "", [], 0
 
     def clock(self):
@@ -87,24 +86,23 @@ class Process:
         return next((one for one in reversed(self.held) if one.first <= self.made), None)
 
     def trains_with_others(self):
-        received = [me for me, at in self.received.items() if self.world.now - at < TIMES.silent]
-        return any(map(self.world.by_name, received))  # of those that are still there
+        received = [self.world.by_name(me) for me, at in self.received.items() if self.world.now - at < TIMES.silent]
+        return any(one and one.held and one.held[-1] == self.held[-1] for one in received)  # are there, in this epoch
 
     def sends(self):
         """Return whether its weights are the run's."""
         return self.island.role == "sends" or (self.copied is not None and self.world.now - self.copied > 5)
 
     def adopt(self, entry):
-        self.note(self.sends(), self.island.adopt(entry))
+        self.note(self.island.adopt(entry))
 
-    def note(self, sent, news=True):
-        """Take over the entry of the island, if it is new. ``sent``: whether it sent before."""
+    def note(self, news=True):
+        """Take over the entry of the island, if it is new."""
         entry = self.island.entry
         if not news or entry is None or (self.held and self.held[-1].ident == entry.ident):
             return
         if self.island.role == "copies":
-            alone = self.world.trained_alone.get(entry.ident)
-            if sent and self.trains_with_others() and alone:
+            if self.me in self.world.outnumber.get(entry.ident, ()):
                 self.world.note("one that trains with others follows one that is alone", f"{self.me} {entry}")
             self.made, self.copied = float(entry.first), self.world.now
         elif entry.first > self.made + 10:  # it has slept, and keeps its weights
@@ -132,9 +130,8 @@ class Process:
         try:
             texts = world.store.list("")
             self.reached = world.now
-            sent = self.sends()
             plan = self.island.poll(self.clock(), texts, local)
-            self.note(sent)
+            self.note()
             self.connect, self.ask, self.ended = plan.connect, plan.ask, plan.refused or plan.lost
             self.attempt = plan.attempt
             self.lines += plan.lines
@@ -166,7 +163,7 @@ class World:
         # Until when nothing crosses between two slots, or to the first from the second.
         self.down, self.one_way = {}, {}
         self.met, self.back = {}, {}
-        self.broken, self.counts, self.entries, self.trained_alone = [], Counter(), {}, {}
+        self.broken, self.counts, self.entries, self.outnumber = [], Counter(), {}, {}
         self.same = range(0, size, 2)  # slots that come back on the same machine
         self.processes = [Process(self, slot) for slot in range(size)]
         self.others = []  # starts for slots that are taken, or with other flags
@@ -188,6 +185,11 @@ class World:
 
     def by_name(self, me):
         return next((one for one in (*self.processes, *self.others) if one.me == me and one.alive), None)
+
+    def holder(self, slot):
+        """Return who holds ``slot`` in the store."""
+        found = read(Slot, self.store.values.get(f"slot/{slot}"))
+        return found and found.me
 
     def answers(self, me):
         found = self.by_name(me)
@@ -211,7 +213,9 @@ class World:
             return
         self.entries[entry.number] = entry
         senders = [self.by_name(me) for me in entry.senders]
-        self.trained_alone[entry.ident] = not any(one and one.trains_with_others() for one in senders)
+        if not any(one and one.trains_with_others() for one in senders):  # those that train with others must not follow
+            everybody = (*self.processes, *self.others)
+            self.outnumber[entry.ident] = {one.me for one in everybody if one.sends() and one.trains_with_others()}
         self.counts["entries"] += 1
         for pair in itertools.combinations(entry.members, 2):
             if self.now - self.met.get(frozenset(pair), -1e9) > 2 * TIMES.connect:
@@ -302,11 +306,11 @@ class World:
             if other.ended or self.now > other.until:
                 other.alive = False
                 self.others.remove(other)
-            elif other.island.holds and not other.replaced:  # it is the island of this slot now
+            elif other.island.holds and self.holder(other.slot) == other.me:  # it is the island of this slot now
                 old, self.processes[other.slot] = self.processes[other.slot], other
                 self.others.remove(other)
                 if old.alive:  # frozen, or cut off, until it finds that
-                    old.replaced, old.until = True, self.now + 1e9
+                    old.until = self.now + 1e9
                     self.others.append(old)
                 if other.island.own.flags != "f":
                     self.kill(other)
