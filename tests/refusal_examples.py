@@ -113,7 +113,6 @@ ISLAND = [
     (ISLANDS | CHURN, {"virtual": False}, "--island-schedule events: is for islands in one process"),
     (ISLANDS | CHURN | {"island_speeds": (1.0, 2.0)}, {}, "--island-schedule events: cannot be combined with"),
     (ISLANDS | {"island_keep": 3}, {"virtual": False}, "--island-keep 3: needs --island-schedule or --rendezvous"),
-    (APART | {"eval_weights": "replica"}, {"data_parallel": "FSDP2"}, "--rendezvous etcd://host/run: needs a training"),
     (APART, {"virtual": True}, "--rendezvous etcd://host/run: is for real ranks"),
     (APART, {"virtual": False, "saves": True}, "--save: keeps who is there, and who listens, with --save-replicas"),
     (APART | {"async_pipeline": True}, {}, "--rendezvous etcd://host/run: cannot go with --async-pipeline"),

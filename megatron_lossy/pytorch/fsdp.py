@@ -81,6 +81,8 @@ class LossyFSDP(LossyRun):
         ranks, sharing = groups[0].all_ranks, groups[0].ranks
         nodes = self.nodes_of([rank for island in self.islands or [ranks] for rank in island])
         size = self.config.members(self.jobs * len(ranks))
+        if nodes is not None and self.config.rendezvous is not None:
+            nodes *= self.jobs  # of the other launches as of this one
         networks = {phase: Network(self.config, phase, size, nodes) for phase in PHASES}
         first = self.job * len(ranks)  # no two islands lose the same
         members = [first + ranks.index(rank) for rank in dist.get_process_group_ranks(sharing)]

@@ -93,7 +93,7 @@ def _sharded(
         data_parallel="FSDP2",
         virtual=False,
         flushes=True,
-        workers=len(islands or [0]) * max(len(group.all_ranks) for group in groups),
+        workers=config.jobs().number * max(len(group.all_ranks) for group in groups),
         largest_group=max(group.ranks.size() for group in groups),
         train_iters=how["steps"],
         distributed_optimizer=True,
@@ -102,6 +102,10 @@ def _sharded(
         tensor=2 if any(group.tensor_parallel for group in groups) else 1,
     )
     check_refusals(config, facts)
+    if config.rendezvous is not None and len(optimizers) > 1:
+        raise refuse(
+            "optimizer", f"{len(optimizers)} optimizers", "must be one, which an island that comes back can copy"
+        )
     run = LossyFSDP(config, optimizers, groups, islands, **how)
     run.follow_loading(model)
     return run

@@ -129,7 +129,8 @@ PYTORCH = Section(
     "pytorch",
     "Models of FSDP2 and DDP",
     "--eval-weights | FSDP2 and DDP | is of training programs; evaluate within owner_weights(), or outside of it",
-    lambda c, f: f.data_parallel and c.eval_weights in ("owner", "both"),
+    # With --rendezvous owner is the default.
+    lambda c, f: f.data_parallel and c.eval_weights in (("both",) if c.rendezvous else ("owner", "both")),
     "--p-param | DistributedDataParallel | "
     "each replica updates all parameters, and sends none; shard the model with fully_shard",
     lambda c, f: f.data_parallel == "DDP" and not c.phase("param").lossless,

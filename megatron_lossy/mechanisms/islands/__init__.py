@@ -36,9 +36,10 @@ class Islands(Mechanism):
     @classmethod
     def attach(cls, run: Any) -> None:
         if run.kind == "FSDP2" and run.islands is not None and run.config.averages:
-            from .fsdp import FSDPIslands
+            from .fsdp import ElasticFSDPIslands, FSDPIslands
 
-            run.add_part(FSDPIslands(run.config, run.islands))
+            apart = run.config.rendezvous is not None
+            run.add_part((ElasticFSDPIslands if apart else FSDPIslands)(run.config, run.islands))
         elif run.kind == "Megatron" and run.world is not None:
             from .megatron_training import TrainingElasticIslands, TrainingIslands
 

@@ -115,7 +115,7 @@ class ElasticIslands(RankIslands):
     def begin_iteration(self) -> None:
         """See :meth:`RankIslands.begin_iteration`. Raise :class:`UsageError` in a program that never catches up."""
         if not self._entered:
-            why = "needs a training loop that can go on at a later iteration: python -m megatron_lossy.train, or megatron.training"
+            why = "needs a loop that can go on at a later iteration: python -m megatron_lossy.train, megatron.training, or one that calls catch_up()"
             raise refuse("--rendezvous", self.config.rendezvous, why)
         super().begin_iteration()
 
@@ -234,7 +234,7 @@ class ElasticIslands(RankIslands):
 
     def begin_stopping(self, signal: int) -> Callable[[], int]:
         """See :meth:`.JobGroup.begin_stopping`. Other islands go on."""
-        return self.begin_agreeing(signal, self._run.iteration + 1)
+        return self.begin_agreeing(signal, self._iteration + 1)
 
     def begin_agreeing(self, signal: int, made: int) -> Callable[[], int]:
         """Begin to agree on the state of the first rank. ``made``: iterations that are over before what is agreed on holds.
@@ -287,7 +287,7 @@ class ElasticIslands(RankIslands):
     def end_iteration(self) -> None:
         """See :meth:`RankIslands.end_iteration`. A copy of this island gets its state as of an exchange."""
         super().end_iteration()
-        now, among = self._run.iteration + 1, self._current
+        now, among = self._iteration + 1, self._current
         if now % self.config.sync_interval or among is None or among.place is None:
             return
         if among.number <= self._served or self.config.rejoin != "copy":
@@ -302,7 +302,7 @@ class ElasticIslands(RankIslands):
             self._rejoining.serve(among.pairs[slot], state, now)
 
     def _exchange(self, number: int, *arguments: Any) -> None:
-        now = self._run.iteration + 1
+        now = self._iteration + 1
         exchange, left = divmod(now, self.config.sync_interval)
         if not number:
             self._standing.slot.made += 1
@@ -324,7 +324,7 @@ class ElasticIslands(RankIslands):
     def local(self) -> Local:
         """Return the state of this island, for the store. Called on a thread of the first rank."""
         assert self._connections is not None and self._first_rank is not None
-        slot, now = self._standing.slot, self._run.iteration
+        slot, now = self._standing.slot, self._iteration
         attempt, connected = self._connections.connected
         since = time.monotonic() - first_rank.TIMES.silent
         return Local(
@@ -354,7 +354,7 @@ class ElasticIslands(RankIslands):
         self._end()
         if self._replaced:
             raise ends or LostSlot(f"--island {self._slot}: a later start has taken this slot")
-        if self._signal and self._run.iteration != self._run.steps:
+        if self._signal and self._iteration != self._run.steps:
             raise SystemExit(STOPPED)
 
     # --- building ----------------------------------------------------------------------------------------------------
@@ -380,7 +380,7 @@ class ElasticIslands(RankIslands):
         """Return the means of ``shards`` over the senders; ``None`` on listeners, and if islands do not meet."""
         # Islands that have left some out have the same numbers.
         made, count = self._sums
-        self._sums = made, count = self._run.iteration, count + 1 if made == self._run.iteration else 0
+        self._sums = made, count = self._iteration, count + 1 if made == self._iteration else 0
         found = None if self._current is None else self._current.means(shards, made * _SUMS + count)
         everywhere = torch.tensor([int(found is not None)], device=device.current_device())
         dist.all_reduce(everywhere, dist.ReduceOp.MIN)

@@ -7,7 +7,7 @@ exchanges are those of :mod:`.ranks`; here all islands are in one world of torch
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +16,11 @@ import torch.distributed as dist
 
 from ...base.errors import refuse
 from ...config import LossyConfig
+from .elastic import ElasticIslands
 from .ranks import ExchangingRank
 from .rounds import Rounds
 from .vector import Segment, Subset, Vector
+from .world import ElasticWorld
 
 if TYPE_CHECKING:
     from ...pytorch.fsdp import LossyFSDP
@@ -44,7 +46,67 @@ class GroupWorld:
         return dist.PrefixStore(f"{self._prefix}/{name}", dist.distributed_c10d._get_default_store())
 
 
-class FSDPIslands(ExchangingRank):
+class _ShardsOfFSDP(ExchangingRank):
+    """The exchanges of a rank's shards of all parameter groups, one after another."""
+
+    _updates = 0  # which the exchanges are keyed by
+
+    def attach(self, run: LossyFSDP) -> None:
+        super().attach(run)
+        run.job, run.jobs = self.world.island, self.config.islands
+
+    @property
+    def _iteration(self) -> int:
+        return self._updates
+
+    @property
+    def _exchanging(self) -> list[Any]:
+        """The run, as the only optimizer; none if islands exchange nothing."""
+        return [self._run] if self.config.sync_method != "none" else []
+
+    def _build(self, number: int, run: LossyFSDP) -> Rounds:
+        vector = self._vector(run)
+        subset = self._subset(vector, number)
+        crossing = self._crossing(number, subset)
+        return self._make_rounds(self.config, subset, [vector], crossing, run.steps, run.device, self.monitor.used)
+
+    def _subset(self, vector: Vector, number: int) -> Subset:
+        stream = replace(self._run.stream, kind="islands", expert_rank=self.world.rank)
+        return Subset(self.config, vector.size, self.config.loss_seed, stream)
+
+    def _vector(self, run: LossyFSDP) -> Vector:
+        segments, base = [], 0
+        for shard in run.own_weights():
+            segments.append(Segment(base, shard, None))
+            base += shard.numel()
+        return Vector(segments, base, run.device)
+
+    @contextlib.contextmanager
+    def consensus_weights(self) -> Iterator[bool]:
+        run = self._run
+        run.settle()
+        gathered = run.gathered()
+        with torch.no_grad():
+            means = self._means([weights for _, _, weights in gathered])
+        if means is None:
+            with run.owner_weights():
+                yield False
+            return
+        try:
+            with self._in_model([(ranks, replica) for ranks, replica, _ in gathered], means), run.opened():
+                yield True
+        finally:
+            run.reshard()
+
+    def state_dict(self) -> Any:
+        return {"updates": self._updates, "rounds": super().state_dict()}
+
+    def load_state_dict(self, state: Any) -> None:
+        super().load_state_dict(state["rounds"])
+        self._updates = state["updates"]
+
+
+class FSDPIslands(_ShardsOfFSDP):
     """Islands of FSDP2's ranks. ``islands``: the ranks of each, in the same order."""
 
     def __init__(self, config: LossyConfig, islands: Sequence[Sequence[int]]) -> None:
@@ -53,37 +115,15 @@ class FSDPIslands(ExchangingRank):
                 "--islands", config.islands, f"must be {len(islands)}: so many groups of ranks shard the model"
             )
         super().__init__(config, GroupWorld(islands))
-        self._updates = 0  # which the exchanges are keyed by
 
     def attach(self, run: LossyFSDP) -> None:
         super().attach(run)
-        run.job, run.jobs = self.world.island, self.config.islands
         run.events.on(built=self.ready, iteration_ends=self.end_iteration, restart=self.restart)
 
     def ready(self) -> None:
         """Begin with the weights of now. A collective call of all islands."""
         self._control.total(torch.zeros(1))  # all are there
         _ = self._rounds
-
-    @property
-    def _exchanging(self) -> list[Any]:
-        """The run, as the only optimizer; none if islands exchange nothing."""
-        return [self._run] if self.config.sync_method != "none" else []
-
-    def _build(self, number: int, run: LossyFSDP) -> Rounds:
-        config, vector = self.config, self._vector()
-        stream = replace(run.stream, kind="islands", expert_rank=self.world.rank)
-        subset = Subset(config, vector.size, config.loss_seed, stream)
-        crossing = self._crossing(number, subset)
-        return Rounds(config, subset, [vector], crossing, run.steps, run.device, self.monitor.used)
-
-    def _vector(self) -> Vector:
-        """Return this rank's shards of all parameter groups, one after another."""
-        segments, base = [], 0
-        for shard in self._run.own_weights():
-            segments.append(Segment(base, shard, None))
-            base += shard.numel()
-        return Vector(segments, base, self._run.device)
 
     def end_iteration(self) -> None:
         """End an iteration: the update is made, and no weight of it was gathered yet."""
@@ -95,22 +135,44 @@ class FSDPIslands(ExchangingRank):
         """Count updates from ``iteration`` on."""
         self._updates = iteration
 
-    @contextlib.contextmanager
-    def consensus_weights(self) -> Iterator[None]:
-        run = self._run
-        run.settle()
-        gathered = run.gathered()
-        with torch.no_grad():
-            means = [self._control.total(weights) / self.config.islands for _, _, weights in gathered]
-        try:
-            with self._in_model([(ranks, replica) for ranks, replica, _ in gathered], means), run.opened():
-                yield
-        finally:
-            run.reshard()
 
-    def state_dict(self) -> Any:
-        return {"updates": self._updates, "rounds": super().state_dict()}
+class ElasticFSDPIslands(_ShardsOfFSDP, ElasticIslands):
+    """Islands of FSDP2, each a launch of its own, whose program asks :meth:`catch_up` which update comes next.
 
-    def load_state_dict(self, state: Any) -> None:
-        super().load_state_dict(state["rounds"])
-        self._updates = state["updates"]
+    ``islands``: all ranks of this launch, as the only one.
+    """
+
+    def __init__(self, config: LossyConfig, islands: Sequence[Sequence[int]]) -> None:
+        if len(islands) != 1:
+            raise refuse("--rendezvous", config.rendezvous, "needs fully_shard over all ranks of the launch")
+        world = ElasticWorld(config.islands, config.island or 0, config.loss_seed)
+        world.rank, world.size = dist.get_rank(), dist.get_world_size()
+        super().__init__(config, world)
+        self._copies = [None]
+        self._agreed: Callable[[], int] = int
+
+    def catch_up(self, iteration: int) -> int:
+        if self._entered and self._updates < iteration:  # the optimizer has rejected its step
+            self.end_iteration()
+        self._agreed()
+        if self._replaced:
+            self.leave()
+        self._updates = now = super().catch_up(iteration)
+        if now > iteration:
+            self._run.begin_equal()
+        self._agreed = self.begin_agreeing(0, now + 1)
+        return now
+
+    def end_iteration(self) -> None:
+        for number in range(len(self._rounds)):
+            self._exchange(number)
+        super().end_iteration()
+        self._updates += 1
+
+    @property
+    def _inner(self) -> list[Any]:
+        return self._run.optimizers
+
+    def _gather(self) -> None:
+        self._run.weights_changed()
+        self._run.reshard()

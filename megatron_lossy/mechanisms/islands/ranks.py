@@ -73,6 +73,15 @@ class ExchangingRank(Part, JobGroup):
         """The optimizers of the vectors; none if islands exchange nothing."""
         raise NotImplementedError
 
+    @property
+    def _iteration(self) -> int:
+        """The iterations that are over, by which exchanges are keyed."""
+        return int(self._run.iteration)
+
+    def _make_rounds(self, *arguments: Any) -> Rounds:
+        """Return the exchanges of the weights of one optimizer."""
+        return Rounds(*arguments)
+
     def _build(self, number: int, optimizer: Any) -> Rounds:
         raise NotImplementedError
 
@@ -133,6 +142,10 @@ class ExchangingRank(Part, JobGroup):
         """Return the sum of ``values`` over islands. A collective call of the ranks with this place in each island."""
         with self._waiting():
             return self._control.total(values)
+
+    def _means(self, shards: Sequence[torch.Tensor]) -> Sequence[torch.Tensor] | None:
+        """Return the means of ``shards`` over islands; ``None`` if these do not meet. A collective call of all."""
+        return [self.total(shard) / self.config.islands for shard in shards]
 
     def identity(self) -> dict[str, Any]:
         return {"islands": self.world.islands, "island": self.world.island}
@@ -198,7 +211,7 @@ class RankIslands(ExchangingRank):
 
     def _exchange(self, number: int, *_: Any) -> None:
         rounds = self._rounds[number]
-        self._after(rounds, self._run.iteration)
+        self._after(rounds, self._iteration)
         if self._used:
             self._used = False
             self._equalise(rounds.vectors[0], self._copies[number])
@@ -273,10 +286,6 @@ class RankIslands(ExchangingRank):
         self._hooks.append(optimizer.optimizer.register_step_post_hook(partial(self._exchange, number)))
         return self._make_rounds(self.config, subset, [vector], crossing, run.steps, run.device, self._note)
 
-    def _make_rounds(self, *arguments: Any) -> Rounds:
-        """Return the exchanges of the weights of one optimizer."""
-        return Rounds(*arguments)
-
     def _places_of_copies(self, optimizer: Any) -> Places | None:
         """Return the places, in the vector of ``optimizer``, of parameters that all tensor-parallel ranks have, or ``None``."""
         config, group = self.config, optimizer.buffers[0].data_parallel_group
@@ -348,10 +357,6 @@ class RankIslands(ExchangingRank):
             return
         with self._in_model([(group, bucket.param_data) for bucket, group in self._buckets], means):
             yield True
-
-    def _means(self, shards: Sequence[torch.Tensor]) -> Sequence[torch.Tensor] | None:
-        """Return the means of ``shards`` over islands; ``None`` if these do not meet. A collective call of all."""
-        return [self.total(shard) / self.config.islands for shard in shards]
 
     def saved_beside(self, folder: str) -> tuple[str, bool] | None:
         if not self.config.save_consensus:

@@ -147,9 +147,6 @@ ISLANDS = Section(
     "needs --island-schedule or --rendezvous",
     # A folder's flags do not have --rendezvous.
     lambda c, f: f.virtual is not None and c.averages and c.island_schedule is None and c.rendezvous is None,
-    "--rendezvous | PyTorch's FSDP2 or DDP | "
-    "needs a training loop that can go on at a later iteration: python -m megatron_lossy.train, or megatron.training",
-    lambda c, f: f.data_parallel is not None and c.rendezvous is not None,
     "--rendezvous | --virtual-workers | is for real ranks: islands in one process come and go by --island-schedule",
     lambda c, f: f.virtual and c.rendezvous is not None,
     "--save | --rendezvous without --save-replicas | "

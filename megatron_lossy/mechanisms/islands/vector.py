@@ -222,8 +222,21 @@ class HostCopy:
 
 
 def held(value: Any) -> HostCopy | float:
-    """Return ``value`` of an optimizer's state as it is now."""
-    return HostCopy(value) if isinstance(value, torch.Tensor) else value
+    """Return ``value`` of an optimizer's state, or this rank's shard of it, as it is now."""
+    return HostCopy(_own(value)) if isinstance(value, torch.Tensor) else value
+
+
+def _own(value: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard of ``value``, if that is a DTensor, of FSDP2; else ``value``."""
+    return value.to_local() if hasattr(value, "to_local") else value
+
+
+def _sharded(value: Any, like: torch.Tensor) -> Any:
+    """Return the DTensor of which ``value`` is the shard, if the parameter ``like`` is one, and ``value`` has its shape."""
+    if not hasattr(like, "to_local") or getattr(value, "shape", None) != like.to_local().shape:
+        return value
+    how = {"run_check": False, "shape": like.shape, "stride": like.stride()}
+    return type(like.data).from_local(value.to(like.device), like.device_mesh, like.placements, **how)
 
 
 class Vector:
@@ -268,10 +281,12 @@ class Vector:
         with torch.no_grad():
             self.write(None, weights)
         state: dict[int, dict[str, Any]] = {}
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for name, value in values.items():
             kind, *path = name.split("/")
             if kind == "state":
-                state.setdefault(int(path[0]), {})[path[1]] = value
+                number, key = int(path[0]), path[1]
+                state.setdefault(number, {})[key] = value if key == STEP else _sharded(value, parameters[number])
             elif kind == "groups":
                 own["param_groups"][int(path[0])][path[1]] = value
         # The loaded tensors are kept: they must not be those of others.

@@ -1,0 +1,121 @@
+"""FSDP2 on islands that are launches of their own, and come and go."""
+
+import json
+import re
+import signal
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from megatron_lossy.base.errors import UsageError
+from megatron_lossy.config import LossyConfig
+from megatron_lossy.pytorch import make_lossy
+from tests import fsdp
+from tests.programs import Program, rank_environments, run_program, until
+
+pytestmark = [pytest.mark.shows("FSDP2: islands that come and go"), pytest.mark.programs]
+
+SYNC = {"islands": 2, "sync_method": "parameters", "sync_interval": 2, "transport": "pieces"}
+LOST = {"loss_unit": "packet", "packet_bytes": 64, "p_grad": 0.2, "p_param": 0.2, "p_sync": 0.2}
+
+
+class Islands:
+    """Islands in ``folder`` that meet at ``server``, each of ``ranks`` ranks."""
+
+    def __init__(self, server, folder, flags, steps, ranks=1, pause=0.0):
+        own = {"rendezvous": server.url(), "udp_key_file": str(server.folder / "key"), "island_patience": 60.0}
+        self._words, self._flags, self._ranks = (folder, steps, pause), flags | own, ranks
+        self.programs = {}
+
+    def start(self, island, **more):
+        words = *self._words, json.dumps(self._flags | {"island": island} | more)
+        places = rank_environments(self._ranks)
+        self.programs[island] = [Program("tests.elastic_fsdp", *words, **place) for place in places]
+
+    def until(self, island, text):
+        [first, *_] = self.programs[island]
+        until(lambda: re.search(text, first.printed()), *self.programs[island], seconds=120)
+
+    def end(self):
+        for programs in self.programs.values():
+            for program in programs:
+                said = program.communicate(300)
+                assert program.returncode == 0, said
+                yield said
+
+
+def weights_of(folder, island):
+    return dict(np.load(folder / f"island_{island}_0.npz"))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [LOST | {"sync_fraction": 0.5, "sync_delay": 1}, {"sync_method": "diloco", "sync_dtype": "int8", "p_sync": 0.1}],
+    ids=["parameters", "diloco"],
+)
+def test_where_none_comes_or_goes_all_is_as_in_one_launch(serve, tmp_path, flags):
+    for folder in (one := tmp_path / "one", apart := tmp_path / "apart"):
+        folder.mkdir()
+    done = run_program("tests.elastic_fsdp", one, 8, 0, json.dumps(SYNC | flags), ranks=4)
+    assert done.returncode == 0, done.stderr
+    islands = Islands(serve(), apart, SYNC | flags, 8, ranks=2)
+    for island in range(2):
+        islands.start(island)
+    said = list(islands.end())
+    assert all("consensus True" in out for out, _ in said)
+    for island, rank in ((0, 0), (1, 2)):
+        there = dict(np.load(one / f"island_{island}_{rank}.npz"))
+        for name, values in weights_of(apart, island).items():
+            np.testing.assert_array_equal(values, there[name], err_msg=name)
+
+
+def test_one_that_is_killed_comes_back_with_the_weights_and_moments_of_another(serve, tmp_path):
+    """At the last exchange all have the mean."""
+    islands = Islands(serve(), tmp_path, SYNC, 400, pause=0.05)
+    for island in range(2):
+        islands.start(island)
+    islands.until(1, "step 20:")
+    [program] = islands.programs[1]
+    program.send_signal(signal.SIGKILL)
+    program.communicate()
+    islands.until(0, "step 60:")
+    islands.start(1)
+    outputs = dict(zip(islands.programs, islands.end(), strict=True))
+    first = int(re.search(r"^step (\d+):", outputs[1][0])[1])
+    assert first > 60 and re.search(r"has copied island 0 as of iteration \d+", outputs[1][1])
+    losses = [float(loss) for loss in re.findall(r"step \d+: (\S+)", outputs[1][0])]
+    began = float(re.search(r"step 0: (\S+)", outputs[0][0])[1])
+    assert np.mean(losses[-10:]) < 0.5 * began
+    for name, values in weights_of(tmp_path, 0).items():
+        if not name.endswith("moment"):
+            np.testing.assert_allclose(values, weights_of(tmp_path, 1)[name], atol=1e-6, err_msg=name)
+
+
+def refused(rank):
+    """Return the lines of programs that cannot come back."""
+    config, mesh = LossyConfig(**SYNC, rendezvous="etcd://localhost:1/run", island=0), ("cpu", (2, 1))
+    tiny, said = fsdp.Tiny(), []
+    for act in (
+        lambda model: make_lossy(model, [torch.optim.SGD([one]) for one in model.parameters()], config),
+        lambda _: make_lossy(
+            other := fsdp.build(tiny, init_device_mesh(*mesh, mesh_dim_names=("a", "b"))["b"]),
+            torch.optim.SGD(other.parameters()),
+            config,
+        ),
+        lambda _: fsdp.Training(tiny, config).step(0),
+    ):
+        with pytest.raises(UsageError) as error:
+            act(fsdp.build(tiny))
+        said.append(str(error.value))
+    return said
+
+
+def test_a_program_that_cannot_come_back_is_refused(pool):
+    several, groups, never = pool.run(refused, 2)[0]
+    assert re.match(r"optimizer \d+ optimizers: must be one, which an island that comes back can copy", several)
+    assert "needs fully_shard over all ranks of the launch" in groups
+    assert (
+        never.startswith("--rendezvous etcd://localhost:1/run: needs a loop that can go on") and "catch_up()" in never
+    )
