@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_lossy.base.errors import usage_errors
+from megatron_lossy.base.files import replace_file
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.pytorch import make_lossy
 from tests import fsdp
@@ -38,16 +40,35 @@ class Island(fsdp.Training):
         x = torch.randn(6, 7, generator=torch.Generator().manual_seed(1000 * number + self.place))
         return (self.model(x) - x[:, :3].sin()).square().mean()
 
+    def save(self, path: Path, step: int) -> None:
+        """Save this rank's part of the run after ``step`` updates."""
+        kept = {"model": self.model, "optimizer": self.optimizer, "lossy": self.lossy}
+        replace_file(
+            path,
+            lambda aside: torch.save({name: one.state_dict() for name, one in kept.items()} | {"step": step}, aside),
+        )
+
+    def loaded(self, path: Path) -> int:
+        """Load what :meth:`save` wrote. Return the updates."""
+        state = torch.load(path, weights_only=False)
+        for name in ("model", "optimizer", "lossy"):
+            getattr(self, name).load_state_dict(state[name])
+        return state["step"]
+
 
 def main(folder: str, steps: str, pause: str, flags: str) -> None:
     """Train, and save the weights of each island."""
     hurry()
     dist.init_process_group("gloo")
     with usage_errors("elastic_fsdp"):
-        run, step = Island(LossyConfig(**json.loads(flags)), int(steps)), 0
+        run = Island(LossyConfig(**json.loads(flags)), int(steps))
+        path = Path(folder, f"saved_{run.place}.pt")
+        step = run.loaded(path) if path.exists() else 0
         while (step := run.lossy.catch_up(step)) < int(steps):
             print(f"step {step}: {run.step(step):.6f}", flush=True)
             step += 1
+            if step % 20 == 0:
+                run.save(path, step)
             time.sleep(float(pause))
     run.lossy.settle()
     weights = run.weights()

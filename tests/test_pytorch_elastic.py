@@ -72,25 +72,27 @@ def test_where_none_comes_or_goes_all_is_as_in_one_launch(serve, tmp_path, flags
 
 
 def test_one_that_is_killed_comes_back_with_the_weights_and_moments_of_another(serve, tmp_path):
-    """At the last exchange all have the mean."""
-    islands = Islands(serve(), tmp_path, SYNC, 400, pause=0.05)
+    """It has its checkpoint, which is old. At the last exchange all have the outer weights."""
+    outer = {"sync_method": "diloco", "outer_optimizer": (0.2, 0.0)}  # with which means alone take long
+    islands = Islands(serve(), tmp_path, SYNC | outer, 400, ranks=2, pause=0.05)
     for island in range(2):
         islands.start(island)
-    islands.until(1, "step 20:")
-    [program] = islands.programs[1]
-    program.send_signal(signal.SIGKILL)
-    program.communicate()
+    islands.until(1, "step 30:")
+    for program in islands.programs[1]:
+        program.send_signal(signal.SIGKILL)
+        program.communicate()
     islands.until(0, "step 60:")
     islands.start(1)
-    outputs = dict(zip(islands.programs, islands.end(), strict=True))
-    first = int(re.search(r"^step (\d+):", outputs[1][0])[1])
-    assert first > 60 and re.search(r"has copied island 0 as of iteration \d+", outputs[1][1])
-    losses = [float(loss) for loss in re.findall(r"step \d+: (\S+)", outputs[1][0])]
-    began = float(re.search(r"step 0: (\S+)", outputs[0][0])[1])
-    assert np.mean(losses[-10:]) < 0.5 * began
+    (first, _), _, *again = list(islands.end())
+    for out, said in again:
+        assert int(re.search(r"^step (\d+):", out)[1]) > 60
+        assert re.search(r"has copied island 0 as of iteration \d+", said)
+    losses = [float(loss) for loss in re.findall(r"step \d+: (\S+)", again[0][0])]
+    began = float(re.search(r"step 0: (\S+)", first)[1])
+    assert np.mean(losses[-10:]) < began
     for name, values in weights_of(tmp_path, 0).items():
         if not name.endswith("moment"):
-            np.testing.assert_allclose(values, weights_of(tmp_path, 1)[name], atol=1e-6, err_msg=name)
+            np.testing.assert_allclose(values, weights_of(tmp_path, 1)[name], atol=1e-5, err_msg=name)
 
 
 def refused(rank):
