@@ -8,6 +8,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,8 +20,10 @@ from megatron_lossy.mechanisms.islands import first_rank
 from megatron_lossy.mechanisms.islands.carrying import EpochView, Lane
 from megatron_lossy.mechanisms.islands.connections import Connections
 from megatron_lossy.mechanisms.islands.copying import PART, HostCopy, receive_copy, send_copy
+from megatron_lossy.mechanisms.islands.elastic import ElasticIslands
 from megatron_lossy.mechanisms.islands.membership.messages import Entry, Preparation, write
 from megatron_lossy.mechanisms.islands.monitor import Diary
+from megatron_lossy.mechanisms.islands.world import ElasticWorld
 from megatron_lossy.transport.leaving import PeerLost
 from megatron_lossy.transport.settings import settings_of
 from megatron_lossy.transport.stream.host import Host
@@ -225,3 +228,23 @@ def test_an_island_that_has_ended_answers_no_more(islands, transport, monkeypatc
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+
+
+def test_one_that_waits_until_the_run_is_where_it_is_sends_nothing_before(monkeypatch):
+    """Else an entry would begin where it is, far ahead of the others."""
+    flags = {"islands": 2, "sync_method": "parameters", "island_rejoin": "listen"}
+    config = LossyConfig(**flags, rendezvous="etcd://localhost:1/run", island=0)
+    part, ready = ElasticIslands(config, ElasticWorld(2, 0)), []
+    entry = Entry(1, ("0/0000000a", "1/0000000b"), ("1/0000000b",), 5, 5, "", "aa")
+
+    def near(*_):
+        ready.append(part.local().ready)
+        return True
+
+    monkeypatch.setattr(torch.distributed, "broadcast_object_list", lambda _: None)
+    part._entered, part._known, part._run = True, [(entry, "copies")], SimpleNamespace(iteration=90, steps=None)
+    part._first_rank = SimpleNamespace(found=part._known, near=near, began=0)
+    part._connections = SimpleNamespace(connected=("", set()), pairs=[])
+    part._standing.enter(90)
+    assert part.catch_up(90) == 90
+    assert ready == [False] and part.local().ready
