@@ -107,6 +107,7 @@ ISLAND = [
     (ISLANDS | {"sync_dtype": "int4"}, {}, "--sync-dtype int4: is too coarse for weights, which --sync-method"),
     (OUTER | {"sync_dtype": "int8"}, {"virtual": False, "tensor": 2}, "--sync-dtype int8: cannot go with tensor"),
     (ISLANDS | UDP, {"virtual": False, "tensor": 2, "experts": 4}, "--transport udp: tensor-parallel ranks would lose"),
+    (ISLANDS, {"data_parallel": "DDP"}, "--islands 2: averages the shards of an optimizer; shard the model with fully"),
     (ISLANDS, FULL, "--islands 2: each shards its optimizer; needs --use-distributed-optimizer"),
     (ISLANDS, {"workers": 3}, "--islands 2: must divide the 3 data-parallel ranks"),
     (ISLANDS | {"island_speeds": (1.0, 2.0)}, {"virtual": False}, "--island-speeds 1.0 2.0: needs --virtual-workers"),

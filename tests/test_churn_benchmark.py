@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ import pytest
 
 from benchmarks.churn.islands import Life
 from benchmarks.churn.results import ALONE, LISTENS, SENDS, Island, Results, markdown
-from benchmarks.churn.schedule import COORDINATOR, DEFAULT, Director, PastEvent, first_islands, without_cuts
+from benchmarks.churn.schedule import COORDINATOR, DEFAULT, Director, Kills, PastEvent, first_islands, without_cuts
 from megatron_lossy.lab.virtual.island_schedule import Event, Schedule
 
 pytestmark = pytest.mark.shows("benchmarks of steps, parameters and islands run")
@@ -27,12 +28,19 @@ class Recorded:
 
     def start(self, slot):
         self.done.append(("start", slot))
-        self._lives[slot] = SimpleNamespace(runs=True, frozen=False, cut=False)
+        self._lives[slot] = SimpleNamespace(slot=slot, runs=True, frozen=False, cut=False, trained=True)
 
     def signal(self, slot, number):
         self.done.append((number.name, slot))
         life = self._lives[slot]
         life.runs, life.frozen = number.name != "SIGKILL", number.name == "SIGSTOP"
+
+    def running(self):
+        return [life for life in self._lives.values() if life.runs]
+
+    @property
+    def lives(self):
+        return list(self._lives.values())
 
     def cut(self, slot, there):
         self.done.append(("join" if there else "cut", slot))
@@ -68,6 +76,21 @@ def test_what_happens_and_when():
         ("start", 3),
     ]
     assert [one.at for one in director.happened][:3] == [120, 230, 310]
+
+
+def test_kills_come_to_an_end():
+    """Once all train again they get SIGTERM, once."""
+    islands = Recorded()
+    kills = Kills(islands, 0.001, 10**9, seed=1, most=3, tell=lambda _: None)
+    for slot in range(3):
+        islands.start(slot)
+    while len(islands.done) < 3 + 2 * 3 + 3:
+        kills.direct()
+    for _ in range(10):
+        time.sleep(0.001)
+        kills.direct()
+    assert [what for what, _ in islands.done[3:9]] == ["SIGKILL", "start"] * 3
+    assert islands.done[9:] == [("SIGTERM", slot) for slot in range(3)]
 
 
 def test_where_nobody_can_be_cut_off():

@@ -3,14 +3,19 @@
 import json
 import re
 import signal
+from collections import deque
 
 import numpy as np
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
+from megatron_lossy.mechanisms.islands.copying import receive_copy, send_copy
+from megatron_lossy.mechanisms.islands.elastic import ElasticIslands
+from megatron_lossy.mechanisms.islands.fsdp import ElasticFSDPIslands
 from megatron_lossy.pytorch import make_lossy
 from tests import fsdp
 from tests.programs import Program, rank_environments, run_program, until
@@ -18,6 +23,7 @@ from tests.programs import Program, rank_environments, run_program, until
 pytestmark = [pytest.mark.shows("FSDP2: islands that come and go"), pytest.mark.programs]
 
 SYNC = {"islands": 2, "sync_method": "parameters", "sync_interval": 2, "transport": "pieces"}
+APART = SYNC | {"rendezvous": "etcd://localhost:1/run", "island": 0}
 LOST = {"loss_unit": "packet", "packet_bytes": 64, "p_grad": 0.2, "p_param": 0.2, "p_sync": 0.2}
 
 
@@ -95,9 +101,67 @@ def test_one_that_is_killed_comes_back_with_the_weights_and_moments_of_another(s
             np.testing.assert_allclose(values, weights_of(tmp_path, 1)[name], atol=1e-5, err_msg=name)
 
 
+def copied(rank):
+    """Return the weights and moments of a run, and of one that copies it, before a step of both and after."""
+    runs = [fsdp.Training(fsdp.Tiny(seed=seed), LossyConfig(**APART)) for seed in range(2)]
+    for run in runs:
+        run.lossy.job_group._entered = True  # there is nobody else
+    for step in range(3):
+        runs[0].step(step)
+    vectors = [run.lossy.job_group._vector(run.lossy) for run in runs]
+    parts = deque()
+    send_copy(lambda part: parts.append(part.clone()), vectors[0].held_state(runs[0].optimizer), 3)
+    vectors[1].put_state(runs[1].optimizer, receive_copy(lambda part: part.copy_(parts.popleft())).values)
+    runs[1].lossy.weights_changed()
+    before = [run.weights() for run in runs]
+    for run in runs:
+        run.step(3)
+    return before, [run.weights() for run in runs]
+
+
+def test_a_copy_has_all_shards_moments_and_step_counts(pool):
+    """Shards are uneven, and some are empty."""
+    for pairs in pool.run(copied, 2):
+        for one, other in pairs:
+            assert one.keys() == other.keys() and any(name.endswith("moment") for name in one)
+            for name in one:
+                np.testing.assert_array_equal(one[name], other[name], err_msg=name)
+
+
+def layouts(rank):
+    """Return the layouts of the same parameters in other groups."""
+    found = []
+    for blocks in (slice(1, 4), slice(1, 1)):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
+        for module in (*model[blocks], model):
+            fully_shard(module)
+        lossy = make_lossy(model, torch.optim.SGD(model.parameters()), LossyConfig(**APART), steps=8)
+        found.append(lossy.job_group.flags()["layout"])
+        lossy.close()
+    return found
+
+
+def test_another_order_of_the_same_elements_is_another_layout(pool):
+    one, other = pool.run(layouts, 2)[0]
+    assert json.loads(one)[0] == json.loads(other)[0] and one != other
+
+
+def test_weights_that_a_mean_has_set_after_a_rejected_step_are_gathered(monkeypatch):
+    islands, done = object.__new__(ElasticFSDPIslands), []
+    islands._entered, islands._updates, islands._replaced, islands._agreed = True, 3, 0, int
+    for name in ("end_iteration", "_gather"):
+        monkeypatch.setattr(ElasticFSDPIslands, name, lambda self, name=name: done.append(name))
+    monkeypatch.setattr(ElasticIslands, "catch_up", lambda self, iteration: iteration)
+    monkeypatch.setattr(ElasticIslands, "begin_agreeing", lambda *_: int)
+    assert islands.catch_up(4) == 4 and done == ["end_iteration", "_gather"]
+    done.clear()
+    assert islands.catch_up(4) == 4 and not done
+
+
 def refused(rank):
     """Return the lines of programs that cannot come back."""
-    config, mesh = LossyConfig(**SYNC, rendezvous="etcd://localhost:1/run", island=0), ("cpu", (2, 1))
+    config, mesh = LossyConfig(**APART), ("cpu", (2, 1))
     tiny, said = fsdp.Tiny(), []
     for act in (
         lambda model: make_lossy(model, [torch.optim.SGD([one]) for one in model.parameters()], config),

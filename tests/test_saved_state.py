@@ -55,7 +55,7 @@ WALKED = {
     "mechanisms.islands.monitor.IslandMonitor": "test_islands_train.py, saved and resumed",
     "mechanisms.islands.elastic.ElasticIslands": "test_islands_apart.py, all die",
     "mechanisms.islands.ranks.ExchangingRank": "test_islands_ranks.py, saved and resumed",
-    "mechanisms.islands.fsdp.FSDPIslands": "test_pytorch_islands.py, saved and resumed",
+    "mechanisms.islands.fsdp._ShardsOfFSDP": "test_pytorch_islands.py, saved and resumed",
     "run.mechanism.Part": "no state of its own: test_islands_ranks.py",
     "lab.async_pipeline.stage.Stash": "test_async_pipeline.py, saved and resumed",
     "lab.async_pipeline.workers.StageWorkers": "test_async_pipeline.py, saved and resumed",

@@ -17,7 +17,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.churn.islands import Islands
@@ -50,8 +50,6 @@ _FLAGS = {
 _RTT = 2.0
 #: The share of a run after which no island is killed any more: all are there at its end.
 _KILLS_UNTIL = 0.97
-#: Exit statuses of an island that trained to the end, was killed, or saved and stopped.
-_AS_MEANT = (0, -signal.SIGKILL, STOPPED)
 _EXPLANATION = (
     "Updates possible: iterations of the run while the process was there, had entered the run, and was not frozen. An exchange "
     "arrived if something of it arrived at that island; losses that a killed island had not written yet count as arrived. An island that dies or freezes is waited for once, {patience} s at most; a "
@@ -154,6 +152,7 @@ class Runs:
 
     def __init__(self, args: argparse.Namespace, network: Network) -> None:
         self._args, self._network = args, network
+        self._as_meant = (0, -signal.SIGKILL, *([] if args.kills is None else [STOPPED]))
         schedule = schedule_of(args)
         self._schedule = schedule if network.can_cut else without_cuts(schedule)
         self._away = args.coordinator_away or (
@@ -206,17 +205,17 @@ class Runs:
             while not islands.over:
                 islands.read()
                 events.direct()
-                _check(islands, iterations)
+                _check(islands, iterations, self._as_meant)
                 time.sleep(0.05)
             islands.read()
         finally:
             islands.end()
-        _check(islands, iterations)
+        _check(islands, iterations, self._as_meant)
         iterations = min(iterations, islands.iteration)
         there = sorted({life.slot for life in islands.lives})
         found = [Island.read(slot, islands.lives, out / "log") for slot in there]
         notes = [f"It took {time.monotonic() - began:.0f} s"]
-        failed = [life for life in islands.lives if life.process.returncode not in _AS_MEANT]
+        failed = [life for life in islands.lives if life.process.returncode not in self._as_meant]
         notes += [f"island {life.slot} ended with status {life.process.returncode}" for life in failed]
         words = " ".join(flags).replace("--sync-interval=", "--sync-interval ").split()
         interval = int(words[len(words) - words[::-1].index("--sync-interval")])  # the last one counts
@@ -240,7 +239,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
     if pairs:
         parts += ["## Against islands to which nothing happens", "", *compared(args.seeds, pairs), ""]
     date, command, *machine = made_with(_PROGRAM, argv)
-    what = f"{args.islands} slots, {args.iterations} iterations of {args.config}; links of {args.rtt:g} ms round trip, {100 * args.link_loss:g} % loss"
+    what = f"{args.islands} slots, {results.end} iterations of {args.config}; links of {args.rtt:g} ms round trip, {100 * args.link_loss:g} % loss"
     lines = ["# Training with islands that come and go", ""]
     lines += [f"- {line}" for line in (date, command, what, *machine, *notes)]
     lines += ["", *parts, _EXPLANATION.format(patience=_FLAGS["--island-patience"]), ""]
@@ -250,10 +249,10 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
     print(f"wrote {out / 'churn.md'}, and pictures next to it")
 
 
-def _check(islands: Islands, end: int) -> None:
-    """Raise :class:`RuntimeError` if an island has ended by itself before iteration ``end``."""
+def _check(islands: Islands, end: int, as_meant: Collection[int]) -> None:
+    """Raise :class:`RuntimeError` if an island has ended before iteration ``end``, with a status that is not one of ``as_meant``."""
     for life in islands.lives:
-        if life.process.poll() not in (None, *_AS_MEANT) and life.iteration < end:
+        if life.process.poll() not in (None, *as_meant) and life.iteration < end:
             raise RuntimeError(
                 f"island {life.slot}: status {life.process.returncode}; the end of {life.log}:\n{life.tail()}"
             )

@@ -151,12 +151,14 @@ class LossyRun(Run):
         """
         return Errors(self.corruption, rank, ranges, min(8 * dtype.itemsize for dtype in dtypes))
 
-    def catch_up(self, step: int) -> int:
+    def catch_up(self, step: int, loss: float = 0.0) -> int:
         """Return the number of the update to make after ``step`` updates.
 
         It is ``step``, or a later one if other islands, which are launches of their own (``rendezvous``), have gone on without this
-        one. Call it before each update. A collective call of the ranks of this launch.
+        one. Call it before each update. A collective call of the ranks of this launch. ``loss``: of the last update, for operators.
+        Raise :class:`UsageError` if this island is refused, or has lost its slot.
         """
+        self.events.logged(loss)
         return self.job_group.catch_up(step)
 
     def note_update(self) -> None:

@@ -174,6 +174,11 @@ class LossyFSDP(LossyRun):
         """Return this rank's shard of each parameter, flat and with padding, as the optimizer has it; not copies."""
         return [piece for gather in self._gathers for piece in gather.group.pieces()]
 
+    def layout(self) -> list[tuple[str, list[list[int]]]]:
+        """Return the name of each parameter group, and the shapes of its parameters, in the order of :meth:`own_weights`."""
+        groups = [gather.group for gather in self._gathers]
+        return [(group.name, [list(parameter.shape) for parameter in group.parameters]) for group in groups]
+
     def gathered(self) -> list[tuple[dist.ProcessGroup, torch.Tensor, torch.Tensor]]:
         """Return each parameter group's ranks, this rank's replica, and float32 [shard], the part that it owns."""
         return [(gather.group.ranks, gather.replica, gather.group.weights()) for gather in self._gathers]

@@ -87,7 +87,7 @@ def _sharded(
     if config.sites is not None and any(group.replicated for group in groups):
         why = "FSDP2 would reduce gradients between sites"
         raise refuse("--sites", config.sites, f"needs fully_shard over all ranks, with a mesh of one dimension: {why}")
-    islands = _islands(groups, config.jobs().number) if config.jobs().several else None
+    islands = _islands(groups, config) if config.jobs().several else None
     specs = [group.spec for group in groups]
     facts = Facts(
         data_parallel="FSDP2",
@@ -111,8 +111,14 @@ def _sharded(
     return run
 
 
-def _islands(groups: list[ParameterGroup], number: int) -> list[list[int]]:
-    """Return the ranks of each of ``number`` groups that shard a copy of the model. A collective call of all ranks."""
+def _islands(groups: list[ParameterGroup], config: LossyConfig) -> list[list[int]]:
+    """Return the ranks of each group that shards a copy of the model: of all islands, or of this launch. A collective call of all ranks."""
+    number = config.islands
+    if config.rendezvous is not None:
+        if any(group.replicated or group.ranks.size() != dist.get_world_size() for group in groups):
+            why = "needs fully_shard over all ranks of the launch, with a mesh of one dimension"
+            raise refuse("--rendezvous", config.rendezvous, why)
+        return [list(range(dist.get_world_size()))]
     if any(group.replicated for group in groups):
         why = 'needs a mesh of one dimension, fully_shard(…, mesh=mesh["shard"]): FSDP2 would reduce gradients between islands'
         raise refuse("--islands", number, why)

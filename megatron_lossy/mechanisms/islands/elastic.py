@@ -102,7 +102,9 @@ class ElasticIslands(RankIslands):
         now = max(jump, iteration)
         if self._taken_up < len(self._known):
             now = self._take_up(now)
-            self._taken_up = len(self._known)  # not before: one that is ahead of the run waits in there, and is not ready
+            self._taken_up = len(
+                self._known
+            )  # not before: one that is ahead of the run waits in there, and is not ready
         if now > iteration:
             self._miss(now)
         self._take_copy(now)

@@ -159,7 +159,7 @@ class FirstRank:
         for flag in sorted(mine.keys() | theirs.keys()) if theirs else ():
             if mine.get(flag) != theirs.get(flag):
                 if flag == "layout":
-                    return UsageError(f"--rendezvous: {where} has another model or layout of ranks")
+                    return UsageError(f"--rendezvous: {where} has another model, optimizer, length or layout of ranks")
                 return refuse(flag, mine.get(flag), f"{where} has {theirs.get(flag)}; all must be alike")
         return None
 

@@ -7,6 +7,7 @@ exchanges are those of :mod:`.ranks`; here all islands are in one world of torch
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -143,17 +144,16 @@ class ElasticFSDPIslands(_ShardsOfFSDP, ElasticIslands):
     """
 
     def __init__(self, config: LossyConfig, islands: Sequence[Sequence[int]]) -> None:
-        if len(islands) != 1:
-            raise refuse("--rendezvous", config.rendezvous, "needs fully_shard over all ranks of the launch")
+        [_] = islands
         world = ElasticWorld(config.islands, config.island or 0, config.loss_seed)
         world.rank, world.size = dist.get_rank(), dist.get_world_size()
         super().__init__(config, world)
-        self._copies = [None]
         self._agreed: Callable[[], int] = int
 
     def catch_up(self, iteration: int) -> int:
         if self._entered and self._updates < iteration:  # the optimizer has rejected its step
             self.end_iteration()
+            self._gather()
         self._agreed()
         if self._replaced:
             self.leave()
@@ -172,6 +172,11 @@ class ElasticFSDPIslands(_ShardsOfFSDP, ElasticIslands):
     @property
     def _inner(self) -> list[Any]:
         return self._run.optimizers
+
+    def flags(self) -> dict[str, Any]:
+        run, found = self._run, super().flags()
+        layout = [json.loads(found["layout"]), run.layout(), type(run.optimizers[0]).__name__, run.steps]
+        return found | {"layout": json.dumps(layout)}
 
     def _gather(self) -> None:
         self._run.weights_changed()

@@ -166,7 +166,8 @@ class Rest:
         """
         size = count if places is None else places.size
         row = self._rows.get(island)
-        row = self._rows[island] = torch.zeros(size, device=mean.device) if row is None else row.to(mean.device)
+        known = row is not None and len(row) == size  # a checkpoint may be of exchanges that lost nothing
+        row = self._rows[island] = row.to(mean.device) if known else torch.zeros(size, device=mean.device)
         chosen = read_at(row, places)
         if self._form.plain and places is not None:
             chosen = self._form.joined(chosen[None])[0]

@@ -131,6 +131,8 @@ ISLANDS = Section(
         and above(f.experts, 0)
         and above(f.tensor, 1)
     ),
+    "--islands | DistributedDataParallel | averages the shards of an optimizer; shard the model with fully_shard",
+    lambda c, f: f.data_parallel == "DDP" and c.averages,
     "--islands | no distributed optimizer | each shards its optimizer; needs --use-distributed-optimizer",
     lambda c, f: f.distributed_optimizer is False and c.averages,
     "--islands | a number of workers that they do not divide | must divide the {workers}",

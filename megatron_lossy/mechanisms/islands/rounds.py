@@ -197,8 +197,8 @@ class MemberRounds(Rounds):
         """Note that a mean has set elements of ``island``."""
         row, places = self._set[island], flight.places
         before = read_at(row, places)
-        came = 1 if mean.arrived is None else self.rule.set_by(mean.arrived[island], len(before)).to(torch.int16)
-        write_at(row, places, before + came)
+        came = torch.ones_like(flight.sent[island], dtype=torch.bool) if mean.arrived is None else mean.arrived[island]
+        write_at(row, places, before + self.rule.set_by(flight.number, came, len(before)).to(torch.int16))
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "took part": self._took_part, "set": self._set}
@@ -309,7 +309,8 @@ class Standing:
     def __init__(self, config: LossyConfig) -> None:
         self.slot = Slot()
         self.slots, self.members = [self.slot], [0]
-        self._overlap, self._outer = config.overlap, config.outer_optimizer if config.has_outer_optimizer else None
+        self._overlap, self._copies = config.overlap, config.has_outer_optimizer
+        self._visits = 1.0 if config.refreshes else outer_visits(*config.outer_optimizer)
 
     def enter(self, made: int) -> None:
         """Begin after ``made`` iterations. Without any, the weights are the run's only if all islands begin."""
@@ -321,7 +322,7 @@ class Standing:
         Weights of an island that has trained most of the time are not old: it keeps them. Outer weights are old after any absence.
         """
         before = self.slot.listens
-        self.slot.listens |= self._outer is not None and now > 0
+        self.slot.listens |= self._copies and now > 0
         self.slot.own |= now == 0
         self.slot.listens |= not self.slot.own or self.slot.stopped(now, keep)
         return self.slot.listens and not before
@@ -333,7 +334,7 @@ class Standing:
 
     def may_send(self, visits: int) -> bool:
         """Begin an exchange. Return whether the island sends again, since means have set each element ``visits`` times."""
-        needed = needed_visits(self._overlap, self.slot.own) if self._outer is None else outer_visits(*self._outer)
+        needed = self._visits if self._copies else needed_visits(self._overlap, self.slot.own)
         if self.slot.listens and visits >= needed:
             self.slot.listens, self.slot.own = False, True
             return True

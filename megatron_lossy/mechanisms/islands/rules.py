@@ -16,7 +16,7 @@ replaced by its own distance of now,
 
 In the first round there is no earlier mean, and an island takes own / M alone. So the progress of each island counts once in the end.
 With all of its own progress in the first round, an island would stay (1 - 1/M) of it away from the others, and many times as much with
-momentum. Nothing pulls outer weights together again once they differ: a mean must not be lost.
+momentum. Nothing pulls outer weights together again once they differ: with ``eager-diloco`` a mean must not be lost.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ class Rule(ABC):
         """
         return now
 
-    def set_by(self, arrived: torch.Tensor, count: int) -> torch.Tensor:
-        """Return bool[k]: which of ``count`` elements a mean sets of which ``arrived`` is here."""
+    def set_by(self, number: int, arrived: torch.Tensor, count: int) -> torch.Tensor:
+        """Return bool[k]: which of ``count`` elements the mean of the exchange ``number`` sets, if ``arrived`` of it is here."""
         return arrived
 
     def snapshot(self, places: Places | None) -> list[torch.Tensor] | None:
@@ -246,11 +246,13 @@ class RefreshingDiLoCo(DiLoCo):
         self._form, self._parts = Form(config), config.parts
 
     def payload(self, now: torch.Tensor, places: Places | None, number: int) -> torch.Tensor:
-        outer = self._form.blocks(torch.stack([read_at(row, places) for row in self.outer]))
-        return self._form.joined(super().payload(now, places, number), self._turn(outer, number).flatten(1))
+        outer = torch.stack([read_at(row, places) for row in self.outer])
+        return self._form.joined(outer - now, self._turn(self._form.blocks(outer), number).flatten(1))
 
-    def set_by(self, arrived: torch.Tensor, count: int) -> torch.Tensor:
-        return self._apart(arrived, count)[0]
+    def set_by(self, number: int, arrived: torch.Tensor, count: int) -> torch.Tensor:
+        found = self._form.blocks(arrived.new_zeros(1, count))
+        self._turn(found, number).copy_(self._apart(arrived, count)[1].view(1, -1))
+        return found[0, :count]
 
     def apply(self, island: int, now: torch.Tensor, result: Result) -> torch.Tensor:
         count, places, came = len(now), result.places, None

@@ -232,9 +232,14 @@ def _own(value: torch.Tensor) -> torch.Tensor:
 
 
 def _sharded(value: Any, like: torch.Tensor) -> Any:
-    """Return the DTensor of which ``value`` is the shard, if the parameter ``like`` is one, and ``value`` has its shape."""
-    if not hasattr(like, "to_local") or getattr(value, "shape", None) != like.to_local().shape:
+    """Return the DTensor of which ``value`` is the shard, if the parameter ``like`` is one. Raise :class:`UsageError` for another shape."""
+    if not hasattr(like, "to_local") or not getattr(value, "shape", None):
         return value
+    if value.shape != like.to_local().shape:
+        why = "keeps state of other shapes than a parameter's, which no island can copy"
+        raise refuse(
+            "optimizer", f"with a tensor {list(value.shape)} of a parameter {list(like.to_local().shape)}", why
+        )
     how = {"run_check": False, "shape": like.shape, "stride": like.stride()}
     return type(like.data).from_local(value.to(like.device), like.device_mesh, like.placements, **how)
 
