@@ -18,6 +18,7 @@ from ..channel.corruption.applied import Errors
 from ..config import PHASES, LossyConfig
 from ..run.replicas import BucketReplica, RankReplicas, gathered_reliably, load_stale_state, stale_state
 from ..transport import LossyGroup, Network
+from ..transport.group import inside
 from ..transport.sites import Scalars, Sites, make_group
 from .base import LossyRun
 from .exchanges import Gather
@@ -92,11 +93,7 @@ class LossyFSDP(LossyRun):
         return make_group(self.config, specs, networks, members, stream, self.steps, sharing, site)
 
     def _errors_of(self, groups: Sequence[ParameterGroup], lossy: LossyGroup) -> Errors:
-        ranges = []
-        for group in groups:
-            shard = group.spec.shard
-            inside = np.clip(group.used(gradients=True) - lossy.own * shard, 0, shard)
-            ranges.append(inside[inside[:, 0] < inside[:, 1]])
+        ranges = [inside(group.used(gradients=True), lossy.own, group.spec.shard) for group in groups]
         dtypes = [group.spec.grad_dtype for group in groups]
         rank = lossy.wire.members[lossy.rank] if lossy.members is None else lossy.own
         return self.errors_of(dtypes, ranges, rank)
