@@ -135,8 +135,8 @@ class TransportFlags(Flags):
             raise refuse("--packet-bytes", "auto", why)
         used = {self.transport, "stream" if self.streams() else self.transport}
         for own in fields(TransportFlags):
-            needed = _transports_of(own.name)
-            if used.isdisjoint(needed):
+            needed = OBSERVED if own.name.removeprefix("udp_") in _BOTH else ("udp",)
+            if own.name not in ("transport", "packet_copies") and used.isdisjoint(needed):
                 refuse_unused(self, own.name, f"needs --transport {' or '.join(needed)}")
         if not used.isdisjoint(OBSERVED):
             self._check_network()
@@ -278,10 +278,3 @@ class TransportFlags(Flags):
             return float((self.udp_deadline or "").partition(":")[2] or 0.99)
         except ValueError:
             raise refuse("--udp-deadline", self.udp_deadline, "SHARE must be in [0.5, 1]") from None
-
-
-def _transports_of(name: str) -> tuple[str, ...]:
-    """Return the transports for which the flag ``name`` of :class:`TransportFlags` means something."""
-    if name in ("transport", "packet_copies"):
-        return TRANSPORTS
-    return OBSERVED if name.removeprefix("udp_") in _BOTH else ("udp",)
