@@ -258,11 +258,8 @@ def evaluate(
     weights, average = lossy.config.eval_weights, partial(_of_all_jobs, lossy)
     one = lossy.jobs == 1 or weights == "owner"
     whose, held = ("owner", lossy.owner_weights) if one else ("consensus", lossy.consensus_weights)
-    if weights == "replica":
-        losses, *rest = original(forward_step_func, data_iterator, model, *args, **kwargs)
-        return average(losses), *rest
-    if weights in ("owner", "consensus"):  # with one job there is but one
-        with held(model):
+    if weights != "both":  # owner and consensus are one with one job
+        with contextlib.nullcontext() if weights == "replica" else held(model):
             losses, *rest = original(forward_step_func, data_iterator, model, *args, **kwargs)
         return average(losses), *rest
     from megatron.training import get_args
