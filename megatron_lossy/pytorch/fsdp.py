@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from ..base.registry import MECHANISMS
-from ..channel.corruption.applied import Errors
 from ..config import PHASES, LossyConfig
 from ..run.replicas import BucketReplica, RankReplicas, gathered_reliably, load_stale_state, stale_state
 from ..transport import LossyGroup, Network
@@ -71,7 +70,9 @@ class LossyFSDP(LossyRun):
         lossy = self._group_of(chunk, groups)
         self._lossy.append(lossy)
         if self.config.errs and len(groups[0].all_ranks) > 1:
-            lossy.errors = self._errors_of(groups, lossy)
+            ranges = [inside(group.used(gradients=True), lossy.own, group.spec.shard) for group in groups]
+            rank = lossy.wire.members[lossy.rank] if lossy.members is None else lossy.own
+            lossy.errors = self.errors_of([group.spec.grad_dtype for group in groups], ranges, rank)
         for number, group in enumerate(groups):
             self._gathers.append(Gather(self, group, lossy, number))
             rule = lossy.params[number]
@@ -91,12 +92,6 @@ class LossyFSDP(LossyRun):
         specs = [group.spec for group in groups]
         site = self._sites.of(sharing)
         return make_group(self.config, specs, networks, members, stream, self.steps, sharing, site)
-
-    def _errors_of(self, groups: Sequence[ParameterGroup], lossy: LossyGroup) -> Errors:
-        ranges = [inside(group.used(gradients=True), lossy.own, group.spec.shard) for group in groups]
-        dtypes = [group.spec.grad_dtype for group in groups]
-        rank = lossy.wire.members[lossy.rank] if lossy.members is None else lossy.own
-        return self.errors_of(dtypes, ranges, rank)
 
     # --- an update -------------------------------------------------------------------------------------------------
 
