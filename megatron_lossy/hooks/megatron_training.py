@@ -37,10 +37,10 @@ _RUN = ("seed", "num_layers", "hidden_size", "seq_length", "tensor_model_paralle
 FLAG_GROUP = "loss (megatron-lossy)"
 
 
-def flag_patches() -> list[Patch]:
-    """Add our flags to Megatron's parser."""
-    target, why = f"{_ARGUMENTS}:_add_distributed_args", "adds the loss flags to Megatron's own"
-    return [Patch(target=target, around=_add_distributed_args, why=why, takes=Signature(("parser",), others=()))]
+def flag_patches(around: Callable | None = None, why: str = "adds the loss flags to Megatron's own") -> list[Patch]:
+    """Add our flags to Megatron's parser, or call ``around`` where it adds its own."""
+    takes, around = Signature(("parser",), others=()), around or _add_distributed_args
+    return [Patch(target=f"{_ARGUMENTS}:_add_distributed_args", around=around, why=why, takes=takes)]
 
 
 def patches(lossy: Lossy) -> list[Patch]:
