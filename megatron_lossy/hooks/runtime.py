@@ -256,6 +256,6 @@ def _held(bucket_groups: Sequence[Any]) -> list[BucketReplica]:
 def _settle(bucket_groups: Sequence[Any]) -> None:
     """Complete the parameter gathers of the last update that were left to overlap with the next forward pass."""
     for group in bucket_groups:
-        open_ = not group.param_gather_dispatched or group.param_gather_handle is not None
-        if group.ddp_config.overlap_param_gather and open_:
+        overlapped = group.ddp_config.overlap_param_gather
+        if overlapped and (not group.param_gather_dispatched or group.param_gather_handle is not None):
             group.start_param_sync(force_sync=True)
