@@ -12,6 +12,7 @@ the store in which islands agree on their members.
 
 from __future__ import annotations
 
+import importlib
 import runpy
 import sys
 from pathlib import Path
@@ -33,6 +34,8 @@ USAGE = (
     "python -m megatron_lossy coordinator [--help] serves the store in which islands agree on their members"
 )
 
+#: The modules of commands whose code is not in the lab.
+_OWN = {"refusals": "config.refusal", "coordinator": "mechanisms.islands.membership.coordinator"}
 _COMMANDS = ("plan", "doctor", "export", "refusals", "copy", "coordinator")
 
 
@@ -50,15 +53,8 @@ def main(arguments: list[str] | None = None) -> None:
         script, *rest = arguments
         if script in ("doctor", "export", "plan"):  # a script of that name is ./doctor
             sys.exit(lab_module(script, script).main(rest))
-        if script == "refusals":
-            from .config.refusal import main as refusals
-
-            refusals(rest)
-            return
-        if script == "coordinator":
-            from .mechanisms.islands.membership.coordinator import main as coordinator
-
-            coordinator(rest)
+        if script in _OWN:
+            importlib.import_module(f"{__package__}.{_OWN[script]}").main(rest)
             return
         if script == "copy":
             _copy(rest)

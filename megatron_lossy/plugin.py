@@ -34,13 +34,9 @@ _ledgers: dict[str, Ledger] = {}
 _lossy: Lossy | None = None
 
 
-def _parser() -> ArgumentParser:
-    """Return a parser for some of the arguments. Megatron's own parser reads the rest, and answers ``--help``."""
-    return ArgumentParser(add_help=False, allow_abbrev=False)
-
-
 def _split(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = add_flags(_parser(), LossyConfig, "loss")
+    """Return the loss flags, and the rest. Megatron's own parser reads that, and answers ``--help``."""
+    parser = add_flags(ArgumentParser(add_help=False, allow_abbrev=False), LossyConfig, "loss")
     add_preset_and_help(parser)  # --help-loss ends here, before any import of Megatron
     return parser.parse_known_args(arguments)
 
@@ -59,7 +55,7 @@ def check_command_line(config: LossyConfig, arguments: list[str]) -> int | None:
     """
     from .transport import check_channels
 
-    parser = _parser()
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
     names = ("tensor-model-parallel-size", "pipeline-model-parallel-size", "train-iters")
     for name in names:
         parser.add_argument(f"--{name}", type=int)
@@ -187,11 +183,10 @@ def _add_distributed_args(original: Callable, parser: Any) -> Any:
 
 
 def _command_line_patches() -> list[Patch]:
-    from .base.ledger import Patch, Signature
+    from .hooks.megatron_training import flag_patches
 
-    target = "megatron.training.arguments:_add_distributed_args"
     why = "a script may put its command line together after it has imported megatron.training"
-    return [Patch(target=target, around=_add_distributed_args, why=why, takes=Signature(("parser",), others=()))]
+    return flag_patches(_add_distributed_args, why)
 
 
 def _pretrain(original: Callable, *args: Any, **kwargs: Any) -> Any:

@@ -53,8 +53,16 @@ class GilbertElliott(DrawnChannel):
         numbers = cls._numbers(config.model_argument(phase))
         if len(numbers) == 1:
             return None
-        _check_transitions(numbers)
-        return f"--loss-model {cls.name}:PGB,PBG,LG,LB"
+        flag, text = "--loss-model", f"{cls.name}:{','.join(map(str, numbers))}"
+        if not all(0 <= value <= 1 for value in numbers):
+            raise refuse(flag, text, "must be four probabilities PGB,PBG,LG,LB in [0, 1]")
+        to_bad, to_good, loss_good, loss_bad = numbers
+        if to_bad + to_good == 0:
+            raise refuse(flag, text, "PGB + PBG must be positive, or the chain never leaves its first state")
+        stationary_bad = to_bad / (to_bad + to_good)
+        if (1 - stationary_bad) * loss_good + stationary_bad * loss_bad >= 1:
+            raise refuse(flag, text, "the mean loss rate must be below 1")
+        return f"{flag} {cls.name}:PGB,PBG,LG,LB"
 
     @classmethod
     def _numbers(cls, text: str | None) -> tuple[float, ...]:
@@ -161,18 +169,6 @@ class GilbertElliott(DrawnChannel):
 
     def _known(self, exchange: Exchange, units: int) -> _LastStates:
         return self._ends.setdefault((exchange.phase, exchange.stream, units), _LastStates())
-
-
-def _check_transitions(values: tuple[float, ...]) -> None:
-    flag, text = "--loss-model", f"{GilbertElliott.name}:{','.join(map(str, values))}"
-    if not all(0 <= value <= 1 for value in values):
-        raise refuse(flag, text, "must be four probabilities PGB,PBG,LG,LB in [0, 1]")
-    to_bad, to_good, loss_good, loss_bad = values
-    if to_bad + to_good == 0:
-        raise refuse(flag, text, "PGB + PBG must be positive, or the chain never leaves its first state")
-    stationary_bad = to_bad / (to_bad + to_good)
-    if (1 - stationary_bad) * loss_good + stationary_bad * loss_bad >= 1:
-        raise refuse(flag, text, "the mean loss rate must be below 1")
 
 
 @functools.lru_cache

@@ -44,13 +44,10 @@ class Trace(Channel):
             raise self._wrong(
                 f"must be a folder that --delivery-log wrote, or a readable .npz file ({error})"
             ) from None
-        self._sequence = self.arrays.pop(SEQUENCE, None)
-        if self._sequence is not None:
-            found = self._sequence
-            if found.dtype != bool or found.ndim != 3 or found.shape[0] != found.shape[1] or not found.size:
-                raise self._wrong(
-                    f"array {SEQUENCE!r} is {found.dtype}{list(found.shape)}; must be bool[N, N, packets]"
-                )
+        found = self._sequence = self.arrays.pop(SEQUENCE, None)
+        square = found is None or (found.ndim == 3 and found.shape[0] == found.shape[1])
+        if found is not None and (found.dtype != bool or not square or not found.size):
+            raise self._wrong(f"array {SEQUENCE!r} is {found.dtype}{list(found.shape)}; must be bool[N, N, packets]")
         for name, array in self.arrays.items():
             if name.partition(".")[0] not in RATES:
                 phases = ", ".join(RATES)

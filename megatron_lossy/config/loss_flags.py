@@ -116,13 +116,9 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     parser.add_argument(PRESET, dest="preset")
     found, others = parser.parse_known_args(arguments)
     origin = f"of the preset {found.preset}" if found.preset in presets() else f"from {found.preset}"
-    return from_origin(_read(found.preset), origin), others
-
-
-def _read(preset: str) -> list[str]:
-    settings = read_yaml(PRESET, find_preset(preset))
-    with errors_in(f"{PRESET} {preset}"):
+    settings = read_yaml(PRESET, find_preset(found.preset))
+    with errors_in(f"{PRESET} {found.preset}"):
         # A switch that is off is left out: no loss flag is on by default.
-        arguments = arguments_of({key: value for key, value in settings.items() if value is not False}, [LossyConfig])
-        add_flags(ArgumentParser(add_help=False, allow_abbrev=False), LossyConfig, "loss").parse_args(arguments)
-    return arguments
+        words = arguments_of({key: value for key, value in settings.items() if value is not False}, [LossyConfig])
+        add_flags(ArgumentParser(add_help=False, allow_abbrev=False), LossyConfig, "loss").parse_args(words)
+    return from_origin(words, origin), others

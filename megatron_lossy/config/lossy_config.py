@@ -299,9 +299,6 @@ def _unset() -> dict[str, tuple[Any, ...]]:
     return {own.name: (own.default, resolved.get(own.name)) for own in dataclasses.fields(LossyConfig)}
 
 
-#: The flags that lose parts of messages between pipeline stages.
-STAGE_LOSSES: tuple[str, ...] = LossyConfig.stage_losses
-
 for _mechanism in MECHANISMS.all():
     if _taken := sorted(_own_names(_mechanism.Flags) & vars(LossyConfig).keys()):
         MECHANISMS.drop(_mechanism, f"{_taken[0]} of {full_name(_mechanism.Flags)} is taken by LossyConfig")

@@ -47,7 +47,8 @@ class Refusal:
         if flag is None:
             return None
         values = {"config": config, "facts": facts, **(found if isinstance(found, Mapping) else {})}
-        value = _value(config, flag) if self.value is None else self.value.format(**values)
+        given = shown(vars(config).get(_name(flag), ""))
+        value = given if self.value is None else self.value.format(**values)
         return RefusalError(self, f"{flag} {value}".rstrip() + f": {self.why.format(**values)}")
 
     def cells(self) -> tuple[str, str, str]:
@@ -124,12 +125,6 @@ def check_refusals(config: Any, facts: Facts = _NOTHING_KNOWN) -> None:
 
 def _name(flag: str) -> str:
     return flag.removeprefix("--").replace("-", "_")
-
-
-def _value(config: Any, flag: str) -> str:
-    if _name(flag) not in vars(config):
-        return ""
-    return shown(vars(config)[_name(flag)])
 
 
 # --- in the terminal -------------------------------------------------------------------------------------------------

@@ -135,36 +135,30 @@ class TransportFlags(Flags):
             raise refuse("--packet-bytes", "auto", why)
         used = {self.transport, "stream" if self.streams() else self.transport}
         for own in fields(TransportFlags):
-            needed = _transports_of(own.name)
-            if used.isdisjoint(needed):
+            needed = OBSERVED if own.name.removeprefix("udp_") in _BOTH else ("udp",)
+            if own.name not in ("transport", "packet_copies") and used.isdisjoint(needed):
                 refuse_unused(self, own.name, f"needs --transport {' or '.join(needed)}")
         if not used.isdisjoint(OBSERVED):
-            self._check_network()
+            deadline = self.udp_deadline_seconds
+            if not 0 <= self.udp_port <= 65535:
+                raise refuse("--udp-port", self.udp_port, "must be in [0, 65535]")
+            if isinstance(deadline, float) and not 0 < deadline < math.inf:
+                raise refuse("--udp-deadline", self.udp_deadline, "must be off, auto or milliseconds above 0")
+            if self.udp_memory < 2**16:
+                raise refuse("--udp-memory", self.udp_memory, "must be at least 2^16")
+            if not 1 <= self.udp_peer_timeout < math.inf:
+                raise refuse("--udp-peer-timeout", self.udp_peer_timeout, "must be seconds of at least 1")
         if "udp" in used:
             if self.udp_rate_rule[0] == "fixed" and self.udp_bytes_per_second is None:
                 raise refuse("--udp-rate", "fixed", "needs a rate, such as fixed 300mbit")
             _ = self.udp_bytes_per_second, self.udp_fec_code, self.udp_fec_budget
         if "stream" in used:
-            self._check_streams()
-
-    def _check_network(self: Any) -> None:
-        deadline = self.udp_deadline_seconds
-        if not 0 <= self.udp_port <= 65535:
-            raise refuse("--udp-port", self.udp_port, "must be in [0, 65535]")
-        if isinstance(deadline, float) and not 0 < deadline < math.inf:
-            raise refuse("--udp-deadline", self.udp_deadline, "must be off, auto or milliseconds above 0")
-        if self.udp_memory < 2**16:
-            raise refuse("--udp-memory", self.udp_memory, "must be at least 2^16")
-        if not 1 <= self.udp_peer_timeout < math.inf:
-            raise refuse("--udp-peer-timeout", self.udp_peer_timeout, "must be seconds of at least 1")
-
-    def _check_streams(self: Any) -> None:
-        if not 0.5 <= self.deadline_share <= 1:  # NaN fails too
-            raise refuse("--udp-deadline", self.udp_deadline, "SHARE must be in [0.5, 1]")
-        _ = self.stream_congestion
-        if max(self.packet_copies) > 1:
-            copies = " ".join(map(str, self.packet_copies))
-            raise refuse("--packet-copies", copies, "cannot go with --transport stream: TCP sends again")
+            if not 0.5 <= self.deadline_share <= 1:  # NaN fails too
+                raise refuse("--udp-deadline", self.udp_deadline, "SHARE must be in [0.5, 1]")
+            _ = self.stream_congestion
+            if max(self.packet_copies) > 1:
+                copies = " ".join(map(str, self.packet_copies))
+                raise refuse("--packet-copies", copies, "cannot go with --transport stream: TCP sends again")
 
     def copies(self, phase: str) -> int:
         """Return the number of times that each unit of ``phase`` is sent."""
@@ -278,10 +272,3 @@ class TransportFlags(Flags):
             return float((self.udp_deadline or "").partition(":")[2] or 0.99)
         except ValueError:
             raise refuse("--udp-deadline", self.udp_deadline, "SHARE must be in [0.5, 1]") from None
-
-
-def _transports_of(name: str) -> tuple[str, ...]:
-    """Return the transports for which the flag ``name`` of :class:`TransportFlags` means something."""
-    if name in ("transport", "packet_copies"):
-        return TRANSPORTS
-    return OBSERVED if name.removeprefix("udp_") in _BOTH else ("udp",)

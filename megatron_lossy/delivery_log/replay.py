@@ -168,7 +168,10 @@ class Recording(Channel):
             exchange = replace(exchange, stream=self._recorded(exchange.stream))
             files: dict[LogFile, list[np.ndarray]] = {}
             for destination in np.unique(destinations).tolist():
-                file = self._file(exchange, destination)
+                writer = self._writer(exchange.stream, destination)
+                file = self.folder.file(writer, exchange.step)
+                if file is None:
+                    raise self._refuse(f"has no records of iteration {exchange.step} of rank {writer}")
                 files.setdefault(file, []).append(np.flatnonzero(destinations == destination))
             for file, parts in files.items():
                 places = np.concatenate(parts)
@@ -178,13 +181,6 @@ class Recording(Channel):
         except BadLog as error:
             raise self._refuse(error) from None
         return result
-
-    def _file(self, exchange: Exchange, destination: int) -> LogFile:
-        writer = self._writer(exchange.stream, destination)
-        file = self.folder.file(writer, exchange.step)
-        if file is None:
-            raise self._refuse(f"has no records of iteration {exchange.step} of rank {writer}")
-        return file
 
     @staticmethod
     def _find_links(file: LogFile, exchange: Exchange) -> tuple[Links, np.ndarray] | None:

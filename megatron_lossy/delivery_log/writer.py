@@ -243,7 +243,9 @@ class DeliveryLog(LogWriter):
             crosses = np.ones_like(crosses)
         links = np.nonzero(crosses)
         arrived = arrived[links]
-        redrawn = self._redrawn(exchange.phase)
+        # Rows of losses that can be drawn again carry a digest in place of the bitmap.
+        redrawn = self._config.loss_unit == "packet" and not self._config.observed
+        redrawn = redrawn and CHANNELS.load(self._config.phase(exchange.phase).model).redrawable
         if self._config.loss_unit != "shard" and not redrawn:
             parts = [(number, cut.numbers) for number, cut in enumerate(delivery.cut)]
         else:
@@ -267,12 +269,6 @@ class DeliveryLog(LogWriter):
             pa.array(schema.digests(destinations, packed), pa.binary()) if redrawn else nulls,
         ]
         return pa.table(columns, schema=self.columns())
-
-    def _redrawn(self, phase: str) -> bool:
-        """Return whether rows carry a digest in place of the bitmap, because the losses can be drawn again."""
-        config = self._config
-        drawn = config.loss_unit == "packet" and not config.observed
-        return drawn and CHANNELS.load(config.phase(phase).model).redrawable
 
     # --- files -----------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from ..base.errors import UsageError
 from ..base.exchange import BucketUnits, Stream
 from ..channel.corruption import Corruption
 from ..channel.corruption.applied import Errors
+from ..transport.group import inside
 from ..transport.peers import RankPeers
 from .versions import dense_buffers, expert_rank, full_group, model_chunk, pipeline_stage, tensor_group
 
@@ -140,9 +141,5 @@ def errors_of_owner(
     It owns shard ``shard`` of ``shards`` of each bucket. ``pairs``: Megatron's (buffer, bucket). ``owner``: the rank in
     the full group, over all optimizer instances. Raise as :class:`.Errors`.
     """
-    ranges = []
-    for buffer, bucket in pairs:
-        size = bucket.grad_data.numel() // shards
-        inside = np.clip(used_ranges(buffer, bucket) - shard * size, 0, size)
-        ranges.append(inside[inside[:, 0] < inside[:, 1]])
+    ranges = [inside(used_ranges(*pair), shard, pair[1].grad_data.numel() // shards) for pair in pairs]
     return errors_in(corruption, stream, [bucket for _, bucket in pairs], ranges, owner)

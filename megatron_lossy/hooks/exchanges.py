@@ -89,12 +89,9 @@ class Exchanges:
         key = (phase, tuple(ranks))
         if key not in self._networks:
             size = self.config.members(self._jobs * len(ranks))
-            self._networks[key] = Network(self.config, phase, size, self.nodes_of(ranks))
+            nodes = None if self.nodes is None else [self.nodes[rank] for rank in ranks]
+            self._networks[key] = Network(self.config, phase, size, nodes)
         return self._networks[key]
-
-    def nodes_of(self, ranks: Sequence[int]) -> list[int] | None:
-        """Return the node of each of ``ranks``; ``None`` if nodes do not matter."""
-        return None if self.nodes is None else [self.nodes[rank] for rank in ranks]
 
 
 def specs_of(pairs: Sequence[tuple[Any, Any]], shards: int) -> list[BucketSpec]:

@@ -46,7 +46,7 @@ _OF_DDP = ("use_megatron_fsdp", "reuse_grad_buf_for_mxfp8_param_ag")
 
 def of_arguments(args: Any, jobs: int = 1) -> Facts:
     """Return facts of Megatron-LM's arguments. ``jobs``: number of worlds of ranks with these arguments."""
-    half = _half(args)
+    half = bool(getattr(args, "bf16", False) or getattr(args, "fp16", False))  # whether weights have 16 bits
     in_fp32 = getattr(args, "accumulate_allreduce_grads_in_fp32", None)
     length = getattr(args, "train_iters", None)
     size = getattr(args, "data_parallel_size", None)  # unknown before Megatron has found it
@@ -158,11 +158,6 @@ def _expert_data_parallel_ranks(args: Any) -> int:
     tensor = getattr(args, "expert_tensor_parallel_size", None) or _size(args, "tensor_model_parallel_size")
     apart = tensor * _size(args, "expert_model_parallel_size") * _size(args, "pipeline_model_parallel_size")
     return max(1, args.world_size // apart)
-
-
-def _half(args: Any) -> bool:
-    """Return whether weights have 16 bits."""
-    return bool(getattr(args, "bf16", False) or getattr(args, "fp16", False))
 
 
 def _layer_wise(args: Any) -> bool:

@@ -37,10 +37,10 @@ _RUN = ("seed", "num_layers", "hidden_size", "seq_length", "tensor_model_paralle
 FLAG_GROUP = "loss (megatron-lossy)"
 
 
-def flag_patches() -> list[Patch]:
-    """Add our flags to Megatron's parser."""
-    target, why = f"{_ARGUMENTS}:_add_distributed_args", "adds the loss flags to Megatron's own"
-    return [Patch(target=target, around=_add_distributed_args, why=why, takes=Signature(("parser",), others=()))]
+def flag_patches(around: Callable | None = None, why: str = "adds the loss flags to Megatron's own") -> list[Patch]:
+    """Add our flags to Megatron's parser, or call ``around`` where it adds its own."""
+    takes, around = Signature(("parser",), others=()), around or _add_distributed_args
+    return [Patch(target=f"{_ARGUMENTS}:_add_distributed_args", around=around, why=why, takes=takes)]
 
 
 def patches(lossy: Lossy) -> list[Patch]:
@@ -258,11 +258,8 @@ def evaluate(
     weights, average = lossy.config.eval_weights, partial(_of_all_jobs, lossy)
     one = lossy.jobs == 1 or weights == "owner"
     whose, held = ("owner", lossy.owner_weights) if one else ("consensus", lossy.consensus_weights)
-    if weights == "replica":
-        losses, *rest = original(forward_step_func, data_iterator, model, *args, **kwargs)
-        return average(losses), *rest
-    if weights in ("owner", "consensus"):  # with one job there is but one
-        with held(model):
+    if weights != "both":  # owner and consensus are one with one job
+        with contextlib.nullcontext() if weights == "replica" else held(model):
             losses, *rest = original(forward_step_func, data_iterator, model, *args, **kwargs)
         return average(losses), *rest
     from megatron.training import get_args

@@ -196,16 +196,12 @@ class Lossy(Run):
         ]
 
     def settle(self) -> None:
-        with torch.no_grad():
-            for bucket_group in self._bucket_groups():
-                _settle(bucket_group)
+        _settle(self._bucket_groups())
 
     @contextlib.contextmanager
     def exchanged_weights(self, model_chunks: ModelChunks) -> Iterator[None]:
         bucket_groups = self._lossy_bucket_groups(model_chunks)
-        with torch.no_grad():
-            for bucket_group in bucket_groups:
-                _settle(bucket_group)
+        _settle(bucket_groups)
         with gathered_reliably(_held(bucket_groups), self.update):
             yield
 
@@ -256,8 +252,10 @@ def _held(bucket_groups: Sequence[Any]) -> list[BucketReplica]:
     ]
 
 
-def _settle(bucket_group: Any) -> None:
-    """Complete the parameter gather of the last update, if it was left to overlap with the next forward pass."""
-    overlapped = bucket_group.ddp_config.overlap_param_gather
-    if overlapped and (not bucket_group.param_gather_dispatched or bucket_group.param_gather_handle is not None):
-        bucket_group.start_param_sync(force_sync=True)
+@torch.no_grad()
+def _settle(bucket_groups: Sequence[Any]) -> None:
+    """Complete the parameter gathers of the last update that were left to overlap with the next forward pass."""
+    for group in bucket_groups:
+        overlapped = group.ddp_config.overlap_param_gather
+        if overlapped and (not group.param_gather_dispatched or group.param_gather_handle is not None):
+            group.start_param_sync(force_sync=True)

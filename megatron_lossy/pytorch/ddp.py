@@ -146,9 +146,7 @@ class LossyDDP(LossyRun):
         self.reduction_begins(number, gradient)
         exchange = Exchange("grad", self._lossy[0].stream, self.iteration)
         x = Gradients(exchange, number, gradient, gradient, loss_scale=self.loss_scale, gapless=self.gapless)
-        scatter = partial(reduce_scatter_single, group=self.ranks, async_op=True)
-        gather = partial(all_gather_single, group=self.ranks, async_op=True)
-        transfer = _begin_all_reduce(self._lossy[0], x, scatter, gather)
+        transfer = _begin_all_reduce(self._lossy[0], x, self.ranks)
 
         def end() -> None:
             transfer.wait()
@@ -221,16 +219,11 @@ class LossyDDP(LossyRun):
         self._closed_hook = True
 
 
-#: Runs a collective from ``input`` into ``output``. Returns its handle, or ``None`` if it has completed.
-_Carry = Callable[[torch.Tensor, torch.Tensor], Any]
-
-
-def _begin_all_reduce(group: LossyGroup, x: Gradients, scatter: _Carry, gather: _Carry) -> Transfer:
+def _begin_all_reduce(group: LossyGroup, x: Gradients, ranks: dist.ProcessGroup) -> Transfer:
     """Begin to all-reduce the gradients ``x``, whose buffer [n] changes in place. The wait for the result ends it.
 
     In a reduce-scatter owners recover losses as always. They then send the reduced gradient to all ranks. For a unit that
-    does not arrive, a rank keeps its own gradient, so that replicas drift apart (docs/corruption.md). ``scatter(output,
-    input)``, ``gather(output, input)``: run the collectives.
+    does not arrive, a rank keeps its own gradient, so that replicas drift apart (docs/corruption.md).
     """
     gradient, step = x.buffer, x.exchange.step
     shard = -(-len(gradient) // group.size)
@@ -238,10 +231,12 @@ def _begin_all_reduce(group: LossyGroup, x: Gradients, scatter: _Carry, gather: 
     sent[: len(gradient)] = gradient
     result = sent * group.size  # the sum as a rank estimates it from its own gradient
     own = torch.empty_like(result[:shard])
-    transfer = group.reduce_scatter(replace(x, buffer=sent, output=own, collective=partial(scatter, own, sent)))
+    scatter = partial(reduce_scatter_single, own, sent, group=ranks, async_op=True)
+    gather = partial(all_gather_single, result, own, group=ranks, async_op=True)
+    transfer = group.reduce_scatter(replace(x, buffer=sent, output=own, collective=scatter))
 
     def finish(_: Any) -> None:
-        group.all_gather(x.bucket, result, own, step, partial(gather, result, own)).wait()
+        group.all_gather(x.bucket, result, own, step, gather).wait()
         gradient.copy_(result[: len(gradient)])
 
     return transfer.then(finish)

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 from ..base.registry import MECHANISMS
-from ..channel.corruption.applied import Errors
 from ..config import PHASES, LossyConfig
 from ..run.replicas import BucketReplica, RankReplicas, gathered_reliably, load_stale_state, stale_state
 from ..transport import LossyGroup, Network
+from ..transport.group import inside
 from ..transport.sites import Scalars, Sites, make_group
 from .base import LossyRun
 from .exchanges import Gather
@@ -67,17 +67,6 @@ class LossyFSDP(LossyRun):
             _scalars.add(self._of_scalars)
 
     def _add(self, chunk: int, groups: Sequence[ParameterGroup]) -> None:
-        lossy = self._group_of(chunk, groups)
-        self._lossy.append(lossy)
-        if self.config.errs and len(groups[0].all_ranks) > 1:
-            lossy.errors = self._errors_of(groups, lossy)
-        for number, group in enumerate(groups):
-            self._gathers.append(Gather(self, group, lossy, number))
-            rule = lossy.params[number]
-            if not rule.exact and group.spec.param_dtype != torch.float32:
-                rule.weights = group.weights  # type: ignore[attr-defined]  # 16 bits are sent, 32 are updated
-
-    def _group_of(self, chunk: int, groups: Sequence[ParameterGroup]) -> LossyGroup:
         ranks, sharing = groups[0].all_ranks, groups[0].ranks
         nodes = self.nodes_of([rank for island in self.islands or [ranks] for rank in island])
         size = self.config.members(self.jobs * len(ranks))
@@ -87,19 +76,18 @@ class LossyFSDP(LossyRun):
         first = self.job * len(ranks)  # no two islands lose the same
         members = [first + ranks.index(rank) for rank in dist.get_process_group_ranks(sharing)]
         stream = replace(self.stream, chunk=chunk)
-        specs = [group.spec for group in groups]
-        site = self._sites.of(sharing)
-        return make_group(self.config, specs, networks, members, stream, self.steps, sharing, site)
-
-    def _errors_of(self, groups: Sequence[ParameterGroup], lossy: LossyGroup) -> Errors:
-        ranges = []
-        for group in groups:
-            shard = group.spec.shard
-            inside = np.clip(group.used(gradients=True) - lossy.own * shard, 0, shard)
-            ranges.append(inside[inside[:, 0] < inside[:, 1]])
-        dtypes = [group.spec.grad_dtype for group in groups]
-        rank = lossy.wire.members[lossy.rank] if lossy.members is None else lossy.own
-        return self.errors_of(dtypes, ranges, rank)
+        specs, site = [group.spec for group in groups], self._sites.of(sharing)
+        lossy = make_group(self.config, specs, networks, members, stream, self.steps, sharing, site)
+        self._lossy.append(lossy)
+        if self.config.errs and len(ranks) > 1:
+            ranges = [inside(group.used(gradients=True), lossy.own, group.spec.shard) for group in groups]
+            owner = lossy.wire.members[lossy.rank] if lossy.members is None else lossy.own
+            lossy.errors = self.errors_of([group.spec.grad_dtype for group in groups], ranges, owner)
+        for number, group in enumerate(groups):
+            self._gathers.append(Gather(self, group, lossy, number))
+            rule = lossy.params[number]
+            if not rule.exact and group.spec.param_dtype != torch.float32:
+                rule.weights = group.weights  # type: ignore[attr-defined]  # 16 bits are sent, 32 are updated
 
     # --- an update -------------------------------------------------------------------------------------------------
 

@@ -74,7 +74,8 @@ class ParameterGroup:
     @cached_property
     def spec(self) -> BucketSpec:
         """The bucket. Parameters without a gradient are gathered, and not reduced."""
-        dtypes = {self._gathered_as(parameter) for parameter in self.parameters}
+        wanted = self._group.mp_policy.param_dtype
+        dtypes = {wanted if wanted and own.is_floating_point() else own.dtype for own in self.parameters}
         if len(dtypes) > 1:
             several = ", ".join(sorted(map(str, dtypes)))
             why = f"gathers parameters of several types ({several}) together; shard them apart"
@@ -86,10 +87,6 @@ class ParameterGroup:
         ]
         reduced = sum(size for size, trained in sizes if trained)
         return BucketSpec(reduced, self._group.mp_policy.reduce_dtype or dtype, dtype, sum(size for size, _ in sizes))
-
-    def _gathered_as(self, parameter: torch.nn.Parameter) -> torch.dtype:
-        wanted = self._group.mp_policy.param_dtype
-        return wanted if wanted is not None and parameter.is_floating_point() else parameter.dtype
 
     def used(self, gradients: bool = False) -> np.ndarray:
         """Return int64[k, 2]: the ranges in N shards that hold parameters, or gradients; the rest is padding."""

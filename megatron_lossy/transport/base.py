@@ -363,19 +363,15 @@ class CollectiveWire(DrawnWire):
         self._latest.put(exchange, CollectiveWire._thread.submit(self._draw_ahead, exchange))
 
     def _draw_ahead(self, exchange: Exchange) -> Delivery:
-        delivery = self._draw(exchange)
-        self._work_out(delivery)
-        return delivery
-
-    def _work_out(self, delivery: Delivery) -> None:
-        """Compute the values that recovery will ask for. This may take longer than the draw."""
+        """Draw, and compute the values that recovery will ask for. This may take longer than the draw."""
+        delivery, grads = self._draw(exchange), exchange.phase == "grad"
         for units in delivery.cut:
-            grads = delivery.exchange.phase == "grad"
             if grads:
                 delivery.survivors(units)
             lost = self._lost(delivery, units) if grads else delivery.lost_here(units)
             for numbers, _ in units.parts:
                 lost.places(numbers)
+        return delivery
 
     def _draw(self, exchange: Exchange) -> Delivery:
         me, everyone = [self.members[self.rank]] * self.size, self.members

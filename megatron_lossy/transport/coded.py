@@ -97,9 +97,8 @@ class CodedBuckets:
         error = (rounded - values).square().where(rounded.isfinite(), 0.0).sum()
         square = values.square().where(rounded.isfinite(), 0.0).sum()
         if self._sums is None:
-            exact = (
-                torch.float32 if rows.device.type == "hpu" else torch.float64
-            )  # of which sums are equal in any order
+            # Of which sums are equal in any order.
+            exact = torch.float32 if rows.device.type == "hpu" else torch.float64
             self._sums = torch.zeros(2, dtype=exact, device=rows.device)
         used_here((self._sums,))
         self._sums += torch.stack((error, square))

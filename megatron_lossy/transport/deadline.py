@@ -141,7 +141,7 @@ class DeadlineWire(PieceWire):
         into = list(landing) if in_place else [rows[other] for other in self.near]
         near = self._exchange_near([own[other] for other in self.near], into)
         bring = into_pieces(pieces, self.size, self.far) if on_device else None
-        crossing = self._over_network(x.exchange, x.bucket, near, sent, pieces, must, bring)
+        crossing = self._over_network(x, near, sent, pieces, must, bring)
 
         def arrived() -> Delivery:
             delivery = self._record(known, x.bucket, crossing)
@@ -173,7 +173,7 @@ class DeadlineWire(PieceWire):
             bring = into_pieces(received, self.size, self.far)
         elif staged(sent):
             bring = into_replica(buffer, self.size, self.far, units, rule.rows)
-        crossing = self._over_network(x.exchange, x.bucket, near, sent, received, None, bring)
+        crossing = self._over_network(x, near, sent, received, None, bring)
 
         def arrived() -> Delivery:
             delivery = self._record(known, x.bucket, crossing)
@@ -204,8 +204,7 @@ class DeadlineWire(PieceWire):
 
     def _over_network(
         self,
-        exchange: Exchange,
-        bucket: int,
+        x: Gradients | Parameters,
         near: list[Any],
         sent: torch.Tensor,
         received: torch.Tensor,
@@ -216,7 +215,7 @@ class DeadlineWire(PieceWire):
 
         ``near``: handles of the exchange with ranks of this node. ``bring(window, arrived, data)``: copies data of ``window`` from page-locked memory to the device.
         """
-        phase, itemsize = exchange.phase, sent.element_size()
+        phase, bucket, itemsize = x.exchange.phase, x.bucket, sent.element_size()
         number = self._numbers[phase, bucket] = self._numbers.get((phase, bucket), -1) + 1
         shard = self._crossing[phase][bucket].shard
         own_pieces = phase == "grad"  # each destination gets another piece
@@ -244,7 +243,7 @@ class DeadlineWire(PieceWire):
             parts.append(parcel)
         self._begun = Crossing(near, parts, self._patience)
         if must is not None:
-            self._unreported[exchange, bucket] = self._begun, must
+            self._unreported[x.exchange, bucket] = self._begun, must
         return self._begun
 
     def _post(

@@ -107,11 +107,8 @@ class LossyGroup:
         """Return int64[k, 2]: ``ranges`` of a buffer with shards of ``shard`` elements, as they are in :meth:`view`."""
         if self.ranks == 1:
             return ranges
-        result = []
-        for member in range(self.size):
-            inside = np.clip(ranges - (member * self.ranks + self.place) * shard, 0, shard)
-            result.append(inside[inside[:, 0] < inside[:, 1]] + member * shard)
-        return np.concatenate(result)
+        parts = [inside(ranges, member * self.ranks + self.place, shard) for member in range(self.size)]
+        return np.concatenate([part + member * shard for member, part in enumerate(parts)])
 
     def put_view(self, buffer: torch.Tensor, view: torch.Tensor) -> None:
         """Put a changed :meth:`view` back into ``buffer``."""
@@ -289,6 +286,12 @@ class LossyGroup:
         for phase, rules in (("grad", self.grads), ("param", self.params)):
             for rule, one in zip(rules, state[phase], strict=True):
                 rule.load_state_dict(one, device)
+
+
+def inside(ranges: np.ndarray, number: int, shard: int) -> np.ndarray:
+    """Return int64[k, 2]: the parts of ``ranges`` in shard ``number``, of ``shard`` elements, counted from its first one."""
+    parts = np.clip(ranges - number * shard, 0, shard)
+    return parts[parts[:, 0] < parts[:, 1]]
 
 
 def columns(buffer: torch.Tensor, members: int, ranks: int, place: int) -> torch.Tensor:

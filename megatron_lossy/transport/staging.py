@@ -197,11 +197,6 @@ class Parcel:
     gone: Future[None] = field(default_factory=Future)
     done: Future[Any] = field(default_factory=Future)
 
-    def fail(self, error: BaseException) -> None:
-        for future in (self.gone, self.done):
-            if not future.done():
-                future.set_exception(error)
-
     def wait(self) -> None:
         """Wait until all has arrived; the current stream waits for the copy. Raise :class:`PeerLost`."""
         event = self.done.result()
@@ -291,7 +286,9 @@ class Courier:
                 except BaseException as error:  # the wait for it raises it
                     if parcel.ring is not None:
                         parcel.ring.give_up()
-                    parcel.fail(error)
+                    for future in (parcel.gone, parcel.done):
+                        if not future.done():
+                            future.set_exception(error)
                 del parcel  # it holds buffers
 
     def _leave(self, parcel: Parcel) -> None:

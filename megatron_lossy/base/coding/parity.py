@@ -76,6 +76,9 @@ class Layout:
 # pays for it where nothing is lost. Here a message gets the fewest parities that keep its final loss within the bound, for all but
 # a small share of messages.
 
+#: The latest messages that count, and the share of messages that may lose more than the bound.
+_MESSAGES, _FAILURES = 32, 1e-3
+
 
 class AdaptiveCode:
     """The number of parities per block of packets. It follows the loss of the latest messages.
@@ -84,18 +87,13 @@ class AdaptiveCode:
         block: B, packets of data in a block.
         bound: share of a message's packets that may stay lost; 0: none.
         budget: parities are at most this share of a block, and at most 255; above 1 some are copies.
-        failures: share of messages that may lose more than ``bound``.
-        messages: number of latest messages that count.
     """
 
-    def __init__(
-        self, block: int = 100, bound: float = 0.0, budget: float = 0.5, failures: float = 1e-3, messages: int = 32
-    ) -> None:
+    def __init__(self, block: int = 100, bound: float = 0.0, budget: float = 0.5) -> None:
         self.block = block
         self.bound = bound
         self.most = min(int(budget * block), 255)
-        self.failures = failures
-        self._reports: deque[tuple[int, int]] = deque(maxlen=messages)
+        self._reports: deque[tuple[int, int]] = deque(maxlen=_MESSAGES)
 
     def report(self, lost: int, packets: int) -> None:
         """Record that ``lost`` of ``packets`` sent packets, parities included, did not arrive."""
@@ -119,7 +117,7 @@ class AdaptiveCode:
         low, high = 0, self.most
         while low < high:
             middle = (low + high) // 2
-            if failure(p, packets, self.block, middle, self.bound) <= self.failures:
+            if failure(p, packets, self.block, middle, self.bound) <= _FAILURES:
                 high = middle
             else:
                 low = middle + 1

@@ -50,7 +50,12 @@ def device_type() -> str:
 
 
 def _found_device() -> str:
-    return "hpu" if _has_hpu() else "cuda" if torch.cuda.is_available() else "cpu"
+    if importlib.util.find_spec("habana_frameworks") is not None:
+        import habana_frameworks.torch  # noqa: F401  (registers torch.hpu)
+
+        if torch.hpu.is_available():
+            return "hpu"
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def backend() -> str:
@@ -170,11 +175,3 @@ def prepare(megatron_training: bool = False, cpu: bool = False) -> str:
 
         TRAINING.install(patches())
     return device_type()
-
-
-def _has_hpu() -> bool:
-    if importlib.util.find_spec("habana_frameworks") is None:
-        return False
-    import habana_frameworks.torch  # noqa: F401  (registers torch.hpu)
-
-    return torch.hpu.is_available()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from ...config import STAGE_LOSSES, LossyConfig
+from ...config import LossyConfig
 from ...config.facts import Facts
 from ...config.refusal import Section
 from ...config.refusals.core import above
 
-_LOSING = ", ".join(STAGE_LOSSES)
+_LOSING = ", ".join(LossyConfig.stage_losses)
 
 
 def _stages(config: LossyConfig, facts: Facts) -> int:

@@ -69,30 +69,22 @@ class BoundaryLoss:
         self.lossless = not rate
         self._channel = Bernoulli(PhaseLoss("bernoulli", Schedule((0,), (rate,))), config.loss_seed)
 
-    def _recovery_of(self, boundary: Boundary) -> tuple[tuple[int, int], float] | None:
-        """Return B and C of the code, and the share that may be lost, by importance (equation 2), or ``None``."""
+    def _recovery_of(self, boundary: Boundary, packets: int) -> tuple[Layout | None, int]:
+        """Return the parity of a message of ``packets``, if it has any, and :meth:`bound`, by importance (equation 2)."""
         if self._recovery is None:
-            return None
+            return None, packets
         (high, low), depth = self._recovery
-        return high if boundary.layer / boundary.layers <= depth else low
-
-    def _layout_of(self, boundary: Boundary, packets: int) -> Layout | None:
-        """Return the parity of a message of ``packets``; ``None`` if it has none."""
-        recovery = self._recovery_of(boundary)
-        return None if recovery is None else _layout(packets, *recovery[0])
+        code, share = high if boundary.layer / boundary.layers <= depth else low
+        return _layout(packets, *code), math.floor(share * packets + _ROUNDING)
 
     def units(self, boundary: Boundary, packets: int) -> int:
         """Return number of units in the draw for a message of ``packets``: its own, then those of its parity."""
-        layout = self._layout_of(boundary, packets)
+        layout, _ = self._recovery_of(boundary, packets)
         return packets if layout is None else packets + layout.parities
 
     def bound(self, boundary: Boundary, packets: int) -> int:
         """Return packets of a message that may be lost for good."""
-        recovery = self._recovery_of(boundary)
-        if recovery is None:
-            return packets
-        _, share = recovery
-        return math.floor(share * packets + _ROUNDING)
+        return self._recovery_of(boundary, packets)[1]
 
     def draw(self, boundary: Boundary, rank: int, tensor: int, step: int, units: int) -> np.ndarray:
         """Return bool[units]: the lost units of ``step``, numbered from its first message on.
@@ -106,10 +98,10 @@ class BoundaryLoss:
     def fate(self, boundary: Boundary, packets: int, lost: np.ndarray) -> Fate:
         """Return the fate of a message of ``packets`` that loses the units ``lost`` bool[units]."""
         raw = lost[:packets]
-        layout = self._layout_of(boundary, packets)
+        layout, bound = self._recovery_of(boundary, packets)
         residual = raw if layout is None else layout.residual(raw, lost[packets:])
         count = int(residual.sum())
-        again = count > self.bound(boundary, packets)
+        again = count > bound
         return Fate(np.zeros_like(residual) if again else residual, int(raw.sum()), count, again)
 
 

@@ -202,18 +202,13 @@ def protected_rules(config: LossyConfig, rules: Sequence[GradRecovery], wire: Wi
             raise refuse("--grad-priority", config.grad_priority, why)
     if config.grad_priority == "none":
         _warn_of_no_priority(config)
-    kind, protection = RequiringRule if wire.observed else SparingRule, protection_of(config)
-    return [kind(rule, Priority(protection, rule.units, rule.rank)) for rule in rules]
-
-
-def protection_of(config: LossyConfig) -> Protection:
-    """Return the :class:`Protection` that the flags ask for."""
 
     def draw(exchange: Exchange, source: int, number: int) -> np.ndarray:
         return generator(config.loss_seed, exchange, source, number).random(SAMPLE)
 
-    kind, fraction = config.grad_priority_rule
-    return Protection(kind, fraction, config.lossy_self, draw)
+    protection = Protection(*config.grad_priority_rule, config.lossy_self, draw)
+    kind = RequiringRule if wire.observed else SparingRule
+    return [kind(rule, Priority(protection, rule.units, rule.rank)) for rule in rules]
 
 
 @functools.cache

@@ -82,7 +82,6 @@ class Handshake:
 
     def _call(self) -> None:
         """End dialing: the connection is there, or has failed."""
-        assert self._link is not None
         error = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if error:
             raise OSError(error, os.strerror(error))
@@ -114,7 +113,6 @@ class Handshake:
         self._begin(link, random + self._random, dialed=False)
 
     def _meet(self) -> None:
-        assert self._link is not None
         random, proof = _REPLY.unpack(self._heard)
         if not hmac.compare_digest(proof, self._link.channel.secret.derive(b"reply", self._random, random)):
             raise Stranger("it has another secret")

@@ -10,7 +10,6 @@ import selectors
 import socket
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -18,7 +17,7 @@ from typing import Any
 
 from ...base.errors import refuse
 from ..address import resolve
-from ..forks import close_in_children
+from ..forks import close_in_children, in_children
 from ..network import choose_congestion
 from ..settings import Settings
 from ..udp.session import Opening
@@ -68,11 +67,11 @@ class Host:
         self._asked: deque[Callable[[], None]] = deque()
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
-        self._ends = False
+        self._ends = threading.Event()
         self._thread = threading.Thread(target=self._run, name="megatron-lossy-stream", daemon=True)
         self._thread.start()
         self.ask(self._listen)
-        _alive.add(self)
+        in_children(self, Host.forked)
 
     def new_socket(self, family: int) -> socket.socket:
         """Return a socket with the options of all connections. Raise :class:`UsageError` for a refused algorithm."""
@@ -106,18 +105,14 @@ class Host:
         for channel in list(self.channels.values()):
             channel.close()
         self.closed = True
-
-        def end() -> None:
-            self._ends = True
-
-        self.ask(end)
+        self.ask(self._ends.set)
         self._thread.join()
         self._selector.close()
         self._listener.close()
         os.close(self._bell)
 
     def forked(self) -> None:
-        """Close the selector in a child process, which has no thread, and in which the sockets are closed already."""
+        """Close the selector in a child process, which has no thread. The sockets are closed by themselves."""
         self.closed = True
         self._selector.close()
 
@@ -139,7 +134,7 @@ class Host:
             self._selector.modify(file, events, act)
 
     def _run(self) -> None:
-        while not self._ends:
+        while not self._ends.is_set():
             wait = max(self._timers[0][0] - time.monotonic(), 0.0) if self._timers else None
             for key, events in self._selector.select(wait):
                 self._do(partial(key.data, events))
@@ -180,15 +175,3 @@ class Host:
     def _find(self, name: bytes, rank: int) -> Link | None:
         channel = self.channels.get(name)
         return None if channel is None else channel.links.get(rank)
-
-
-#: Hosts of this process.
-_alive: weakref.WeakSet[Host] = weakref.WeakSet()
-
-
-def _forked() -> None:
-    for host in [host for host in _alive if not host.closed]:
-        host.forked()
-
-
-os.register_at_fork(after_in_child=_forked)

@@ -9,12 +9,12 @@ import logging
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 from ...base.errors import refuse
 from ..address import speed_of
+from ..forks import in_children
 from ..settings import MIB, Settings
 from . import session
 from .channel import Channel
@@ -77,27 +77,7 @@ class Engine:
             raise refuse("--transport", "udp", session.NO_CIPHER)
         packed = pack_address(address, settings.port + local_rank if settings.port else 0)
         result = (ctypes.c_int64 * 3)()
-        self._engine = self._lib.ml_create(
-            ctypes.byref(self._c_settings()), packed, len(packed), settings.socket_buffer, result
-        )
-        if not self._engine:
-            raise self._refusal(result[2], settings.port + local_rank)
-        atexit.register(self.close, 0.0)  # its thread must not outlive the memory that it reads
-        _alive.add(self)
-        self.port: int = result[0]
-        #: Bytes of the receive buffer, as the kernel counts them.
-        self.granted: int = result[1]
-        if self.granted < LITTLE_BUFFER:
-            log(
-                f"udp: the receive buffer of {address}:{self.port} holds {self.granted // charge(self.datagram)} "
-                f"datagrams; for 4 MiB: {MORE_BUFFER}"
-            )
-        if settings.rate_control == "fixed":
-            log(f"udp: fixed rate of {self.rate / 1e6:.0f} MB/s, whatever else the network carries")
-
-    def _c_settings(self) -> CSettings:
-        settings = self.settings
-        return CSettings(
+        taken = CSettings(
             rate=self.rate,
             reorder=-1 if settings.reorder is None else int(settings.reorder * SECOND),
             peer_timeout=int(settings.peer_timeout * SECOND),
@@ -109,6 +89,21 @@ class Engine:
             flows=settings.flows,
             clock=time.time_ns() - time.monotonic_ns(),
         )
+        self._engine = self._lib.ml_create(ctypes.byref(taken), packed, len(packed), settings.socket_buffer, result)
+        if not self._engine:
+            raise self._refusal(result[2], settings.port + local_rank)
+        atexit.register(self.close, 0.0)  # its thread must not outlive the memory that it reads
+        in_children(self, Engine._forked)
+        self.port: int = result[0]
+        #: Bytes of the receive buffer, as the kernel counts them.
+        self.granted: int = result[1]
+        if self.granted < LITTLE_BUFFER:
+            log(
+                f"udp: the receive buffer of {address}:{self.port} holds {self.granted // charge(self.datagram)} "
+                f"datagrams; for 4 MiB: {MORE_BUFFER}"
+            )
+        if settings.rate_control == "fixed":
+            log(f"udp: fixed rate of {self.rate / 1e6:.0f} MB/s, whatever else the network carries")
 
     def _refusal(self, number: int, port: int) -> Exception:
         if number in (errno.EADDRINUSE, errno.EACCES):
@@ -186,15 +181,3 @@ def made(settings: Settings, address: str, local_rank: int) -> Engine:
         logger.warning(_DEDICATED)
     sharers = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     return Engine(settings, address, logger.warning, local_rank=local_rank, sharers=sharers)
-
-
-#: Engines of this process.
-_alive: weakref.WeakSet[Engine] = weakref.WeakSet()
-
-
-def _after_fork_in_child() -> None:
-    for engine in list(_alive):
-        engine._forked()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -110,12 +110,14 @@ def meet(transport: str, end: Any, opening: Opening, protocol: int, **more: Any)
     ``end``: of this process, with its address, port and settings. ``more``: other fields of this rank's hello.
     """
     key, random, name = end.settings.key, os.urandom(16).hex(), opening.name
+    cut = [[[int(shard), int(unit)] for shard, unit in opening.cut(phase)] for phase in opening.phases]
+    shared = json.dumps([cut, opening.alike + repr(sorted(opening.reported))])
     mine = Hello(
         address=end.address,
         port=end.port,
         random=random,
         proof=prove(key, random),
-        buckets=digest_buckets(opening),
+        buckets=hashlib.blake2b(shared.encode(), digest_size=16).hexdigest(),
         size=opening.size,
         protocol=protocol,
         cipher=end.settings.cipher,
@@ -137,13 +139,6 @@ def meet(transport: str, end: Any, opening: Opening, protocol: int, **more: Any)
 def overhead(cipher: str) -> int:
     """Return the bytes of a datagram besides its unit."""
     return HEADER_BYTES + (0 if cipher == "none" else TAG_BYTES)
-
-
-def digest_buckets(opening: Opening) -> str:
-    """Return the digest of what all ranks of a channel must share."""
-    cut = [[[int(shard), int(unit)] for shard, unit in opening.cut(phase)] for phase in opening.phases]
-    text = json.dumps([cut, opening.alike + repr(sorted(opening.reported))])
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def channel_id(drawn: bytes, name: str) -> int:
