@@ -29,7 +29,7 @@ from megatron_lossy.transport.stream.frames import DATA, END, Header, MalformedF
 from megatron_lossy.transport.stream.host import Host
 from tests.programs import until
 from tests.ranks import RankFailed, run_ranks
-from tests.test_udp_engine import Store, in_threads
+from tests.test_udp_engine import in_threads
 
 pytestmark = pytest.mark.shows(
     "streams: deadlines, stopped ranks, broken connections, strangers, mutated frames", device=False
@@ -50,7 +50,7 @@ class Ranks:
         self.relays = {}
         if pause is not None:
             through = lambda port: self.relays.setdefault(port, Relay(port, pause)).port
-        self.size, self.units, self.store = size, units, Store()
+        self.size, self.units, self.store = size, units, dist.HashStore()
         made = Settings(**{"deadline": LONG} | flags)
         if lab is None:
             self.hosts = [Host(made, "127.0.0.1") for _ in range(size)]
