@@ -277,10 +277,8 @@ def test_bad_arguments_are_refused_in_one_line(pool):
 def one_rank(rank):
     with pytest.raises(UsageError, match=r"^data-parallel size 1: one rank exchanges nothing"):
         Training(Tiny(), BOTH)
-    run = Training(Tiny(), LossyConfig())
-    loss = run.step(0)
-    run.lossy.close()
-    return loss
+    with fsdp.trained(Training(Tiny(), LossyConfig()), range(1)) as [loss]:
+        return loss
 
 
 def test_one_rank_can_lose_nothing(pool):
