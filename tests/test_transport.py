@@ -35,7 +35,7 @@ from megatron_lossy.transport.base import CollectiveWire
 from megatron_lossy.transport.network import consecutive_nodes, find_nodes
 from tests.ranks import RankFailed, each, run_ranks
 from tests.reference import ReferenceReduce, pieces, reference_gather
-from tests.rules import delivered, reduce
+from tests.rules import delivered, delivered_among, reduce
 
 pytestmark = pytest.mark.shows("lossy collectives of a plain process group, N = 1 to 4")
 
@@ -76,9 +76,7 @@ def deliveries(config, phase, size, shards, step):
     counts = [len(pieces(shard, elements_of(config, shard))) for shard in shards]
     total = 1 if config.loss_unit == "shard" else sum(counts)
     network = Network(config, phase, size)
-    arrived = np.array(
-        [[delivered(network, Exchange(phase, Stream(), step), a, b, total) for b in range(size)] for a in range(size)]
-    )
+    arrived = delivered_among(range(size), network, Exchange(phase, Stream(), step), total)
     if config.loss_unit == "shard":
         return [arrived for _ in shards]
     starts = np.cumsum([0, *counts])
