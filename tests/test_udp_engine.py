@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
@@ -58,7 +59,7 @@ def in_threads(size, function):
     return results
 
 
-class Ranks:
+class Ranks(AbstractContextManager):
     """Engines and channels of several ranks in this process."""
 
     def __init__(self, size=2, names=("dense",), address="127.0.0.1", buckets=BUCKETS, sockets=None, **settings):
@@ -76,9 +77,6 @@ class Ranks:
             self.channels[name] = opened
         self.dense = self.channels[names[0]]
         self.kept = []
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, kind, *_):
         self.close()

@@ -31,10 +31,6 @@ from tests.test_udp_engine import UNIT, Ranks, in_threads
 
 pytestmark = pytest.mark.shows("memory, threads and sockets: closing under load, fork, forged ICMP", device=False)
 
-NEEDS_RAW = pytest.mark.skipif(
-    not hasattr(socket, "SOCK_RAW") or os.geteuid() != 0, reason="forging ICMP needs a raw socket, and so root"
-)
-
 
 BEGIN = """
 import os, sys, time
@@ -260,7 +256,9 @@ def unreachable(source, destination):
     return struct.pack("!BBHI", 3, 3, checksum(head + inner), 0) + inner
 
 
-@NEEDS_RAW
+@pytest.mark.skipif(
+    not hasattr(socket, "SOCK_RAW") or os.geteuid() != 0, reason="forging ICMP needs a raw socket, and so root"
+)
 def test_forged_icmp_does_not_end_a_channel():
     """Both sides are there and idle: whoever claims that a port is closed is not believed."""
     with Ranks(2) as ranks, socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_ICMP) as forger:
