@@ -43,7 +43,7 @@ from megatron_lossy.lab.train.arguments import configurations, make_parser, read
 from megatron_lossy.lab.train.config import TrainConfig
 
 from .ranks import run_ranks
-from .trainer import TINY, read_records
+from .trainer import ROOT, TINY, read_records
 
 pytestmark = pytest.mark.shows(
     "configurations: sizes, memory, flags, dry runs, refusals",
@@ -51,7 +51,6 @@ pytestmark = pytest.mark.shows(
     device=False,
 )
 
-ROOT = Path(__file__).parents[1]
 LARGE = sorted((ROOT / "configs").glob("llama*/*_dp*.yaml"))
 DP64 = ROOT / "configs/llama2_7b/cuda_dp64.yaml"
 TINY_FILE = ROOT / "configs/tiny/llama_1m.yaml"

@@ -369,8 +369,7 @@ def test_shares_are_of_the_variant_where_nothing_is_done():
 def _results(losses: dict) -> Results:
     """Return runs whose losses are ``losses[level, seed, loss_seed]``; no run where there is none."""
     levels = {level: {"p": 0.1 * number} for number, level in enumerate(sorted({k[0] for k in losses} - {""}), 1)}
-    design = _design(levels=levels, seeds=[1, 2, 3])
-    study = design.study()
+    study = _design(levels=levels, seeds=[1, 2, 3]).study()
     found = {t.cell.name: losses.get((t.level or "", t.seed, t.loss_seed or 0)) for t in study.trials}
     return Results(study, {name: _run(loss, replica=2 * loss) for name, loss in found.items() if loss is not None})
 
@@ -482,15 +481,14 @@ _SCALARS = ("drift owner", "drift owner predicted", "grad norm")
 def _scalar_results(metrics=_SCALARS, levels=("10 %", "20 %"), variants=("",)):
     """Return runs with random scalars, drift only with loss; drift and prediction by (variant, level, seed)."""
     random = np.random.default_rng(13)
-    design = _design(
+    study = _design(
         levels={level: {"p": 0.1 * number} for number, level in enumerate(levels, 1)},
         variants={variant: {"lr": 0.1 + number} for number, variant in enumerate(variants)},
         settings={**TINY, "drift-interval": 1},
         seeds=[1, 2, 3],
         loss_seeds=[1],
         metrics=metrics,
-    )
-    study = design.study()
+    ).study()
     runs, drift = {}, {}
     for trial in study.trials:
         run = _run(2.0, replica=2.0)
