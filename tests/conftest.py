@@ -3,6 +3,7 @@
 import multiprocessing.forkserver
 import os
 import subprocess
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -115,25 +116,22 @@ def pretended():
 @pytest.fixture(scope="session")
 def rows():
     """One process that runs command lines one after the other."""
-    process = Rows()
-    yield process
-    process.close()
+    with closing(Rows()) as process:
+        yield process
 
 
 @pytest.fixture(scope="module")
 def pool():
     """Ranks that stay for the tests of a file."""
-    ranks = Pool()
-    yield ranks
-    ranks.close()
+    with closing(Pool()) as ranks:
+        yield ranks
 
 
 @pytest.fixture(scope="module")
 def unhooked():
     """Ranks that stay, and in which no hook was ever installed."""
-    ranks = Pool()
-    yield ranks
-    ranks.close()
+    with closing(Pool()) as ranks:
+        yield ranks
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from megatron_lossy.hooks.versions import full_group
 from megatron_lossy.lab.virtual import VirtualCluster
 from megatron_lossy.transport import Network
 from tests.reference import ReferenceReduce, pieces, reference_gather
-from tests.rules import delivered
+from tests.rules import delivered_among
 from tests.tiny_gpt import build
 
 
@@ -164,20 +164,18 @@ def _arrived(config, phase, step, place):
     """bool[N, N, units of the bucket] between the ranks of the collective's group."""
     network = Network(config, phase, len(place["full"]))
     members = [place["full"].index(rank) for rank in place["group"]]
-    exchange = Exchange(phase, place["stream"], step)
     first, elements = place["units"][phase]
     count = len(pieces(_shard(place, phase), elements))
-    total = place["totals"][phase]
-    return np.array(
-        [[delivered(network, exchange, a, b, total)[first : first + count] for b in members] for a in members]
-    )
+    exchange = Exchange(phase, place["stream"], step)
+    return delivered_among(members, network, exchange, place["totals"][phase])[:, :, first : first + count]
 
 
-def check(recorded, config, averaged=False, exact=True, rtol=1e-5, atol=1e-6, crossing=None):
+def check(recorded, config, averaged=False, exact=True, rtol=1e-5, atol=1e-6, crossing=None, loses=None):
     """Assert that every reduced shard and every replica is what the reference says. Return numbers of losses.
 
     ``crossing``: what others get of owners' weights, a function of (bucket, weights before, weights); else these.
-    ``mains`` of its bucket: by rank, the float32 weights of the own shard before and after.
+    ``mains`` of its bucket: by rank, the float32 weights of the own shard before and after. ``loses``: whether there are
+    losses in both phases, or in none.
     """
     reduce, lost = {}, defaultdict(int)
     for step in range(len(recorded[0])):
@@ -236,6 +234,7 @@ def check(recorded, config, averaged=False, exact=True, rtol=1e-5, atol=1e-6, cr
                     np.testing.assert_array_equal(got, total)
                 else:
                     np.testing.assert_allclose(got, total, rtol=rtol, atol=atol)
+    assert loses is None or bool(lost["grad"]) == bool(lost["param"]) == loses, lost
     return lost
 
 

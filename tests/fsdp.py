@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -160,37 +161,38 @@ class Training:
         return [one.replica.float().cpu().numpy().copy() for one in self.lossy._gathers]
 
 
+@contextlib.contextmanager
+def trained(run: Any, steps: Iterable[int]) -> Iterator[list[float]]:
+    """Train; yield the losses, and close afterwards what makes the run lossy."""
+    yield [run.step(step) for step in steps]
+    if run.lossy is not None:
+        run.lossy.close()
+
+
 def resumed(make: Callable[[], Any], again: Callable[[], Any], steps: int, of_first: bool = False) -> tuple[Any, Any]:
     """Return weights and losses of the run of ``again``, which makes ``steps`` after as many of that of ``make``.
 
     ``of_first``: all ranks load model and optimizer of the first.
     """
     run = make()
-    for step in range(steps):
-        run.step(step)
-    saved = [run.model.state_dict(), run.optimizer.state_dict()]
-    saved, mine = copy.deepcopy((saved, run.lossy.state_dict()))
+    with trained(run, range(steps)):
+        saved = [run.model.state_dict(), run.optimizer.state_dict()]
+        saved, mine = copy.deepcopy((saved, run.lossy.state_dict()))
     if of_first:
         dist.broadcast_object_list(saved, src=0)
-    run.lossy.close()
     run = again()
     run.model.load_state_dict(saved[0])
     run.optimizer.load_state_dict(saved[1])
     run.lossy.load_state_dict(mine)
-    losses = [run.step(step) for step in range(steps, 2 * steps)]
-    weights = run.weights()
-    run.lossy.close()
-    return weights, losses
+    with trained(run, range(steps, 2 * steps)) as losses:
+        return run.weights(), losses
 
 
 def plain(rank: int, tiny: Tiny, config: Any, steps: int) -> tuple[Any, Any]:
     """Return final weights, and losses."""
     run = Training(tiny, config)
-    losses = [run.step(step) for step in range(steps)]
-    weights = run.weights()
-    if run.lossy is not None:
-        run.lossy.close()
-    return weights, losses
+    with trained(run, range(steps)) as losses:
+        return run.weights(), losses
 
 
 def record(rank: int, tiny: Tiny, config: Any, steps: int) -> list[dict[str, Any]]:

@@ -69,3 +69,8 @@ def assert_workers_are_ranks(virtual, real):
 def delivered(channel, exchange, source, destination, units):
     """bool[units]: the units that arrive on one link of ``channel``, a channel or a network."""
     return channel.delivered_links(exchange, np.array([source]), np.array([destination]), units)[0]
+
+
+def delivered_among(ranks, channel, exchange, units):
+    """bool[N, N, units]: the units that arrive on each link between ``ranks``, senders first."""
+    return np.array([[delivered(channel, exchange, a, b, units) for b in ranks] for a in ranks])

@@ -25,7 +25,7 @@ from tests.programs import start_ranks, until
 from tests.ranks import run_ranks
 from tests.rules import assert_same
 from tests.test_islands_train import whole_and_parts
-from tests.trainer import TINY, as_flags, checkpoint_bytes, read_records, recorded_losses, train_runs
+from tests.trainer import TINY, as_flags, checkpoint_bytes, read_records, recorded_losses, saved_replicas, train_runs
 
 pytestmark = pytest.mark.shows(
     "real stages are virtual ones, one stage is synchronous, bit for bit",
@@ -137,11 +137,6 @@ def test_one_stage_is_the_synchronous_run_bit_for_bit(data, tmp_path, settings):
     named = [[dict(row) for row in recorded_losses(folder)] for folder in folders]
     assert all(row.items() <= more.items() for row, more in zip(*named, strict=True))
     assert checkpoint_bytes(folders[0], 8) == checkpoint_bytes(folders[1], 8)
-
-
-def saved_replicas(folder, iteration):
-    files = sorted((folder / f"iter_{iteration:07d}" / "lossy_replicas").iterdir())
-    return [file.read_bytes() for file in files]
 
 
 CONTINUED = {

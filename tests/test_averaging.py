@@ -38,6 +38,10 @@ def noise(seed, scale=1.0):
     return lambda step, weights: weights.add_(torch.randn(weights.shape, generator=random), alpha=scale)
 
 
+def drift(speed=1.0):
+    return lambda step, weights: weights.add_(speed)
+
+
 def chosen(subset, number):
     places = subset.places(number, torch.device("cpu"))
     return None if places is None else places.read(torch.arange(subset.size)).numpy()
@@ -354,13 +358,10 @@ def test_a_moving_average_shifts_the_mean_by_what_it_did_not_follow():
 )
 @pytest.mark.slow
 def test_without_correction_a_drift_is_slowed(kind, fraction, delay):
-    def drift(step, weights):
-        weights += 1.0
-
     def speed(**how):
         config, means = flags(sync_fraction=fraction, sync_delay=delay, sync_subset=kind, **how), []
         size = 1000 if kind == "bernoulli" else 100
-        simulate(config, torch.zeros(4, size), 500, drift, lambda step, w: means.append(w.mean().item()))
+        simulate(config, torch.zeros(4, size), 500, drift(), lambda step, w: means.append(w.mean().item()))
         return (means[499] - means[199]) / 300
 
     expected = 1 / (1 + fraction * delay) if kind == "bernoulli" else 1 - fraction * delay
@@ -463,11 +464,7 @@ def test_eager_diloco_keeps_the_speed_that_its_special_case_in_the_paper_loses(i
     config = flags(
         islands=islands, sync_method="eager-diloco", sync_interval=5, sync_delay=5, outer_optimizer=(1.0, 0.0)
     )
-
-    def drift(step, weights):
-        weights += 1.0
-
-    ours = simulate(config, torch.zeros(islands, 8), 400, drift)
+    ours = simulate(config, torch.zeros(islands, 8), 400, drift())
     late = 5 * (1 - 1 / islands)  # of the last round only the own part has been used
     assert ours.mean().item() == pytest.approx(400 - late, abs=1e-3)
     now, sent = 0.0, 0.0  # equal islands: the mean is each one's own
@@ -546,18 +543,14 @@ def test_messages_in_16_bits_are_rounded_and_weights_are_not():
 def test_steps_smaller_than_the_rounding_of_messages_are_made(how, fraction, dtype):
     """Weights of 1, whose neighbours are 1/128 apart in bf16, and 1/127 in 8 bits, by 1/1000 in an iteration."""
     config = flags(sync_dtype=dtype, wire_block=32 if dtype == "int8" else 128, sync_fraction=fraction, **how)
-
-    def drift(step, weights):
-        weights += 1e-3
-
     before = torch.ones(4, 200) + 0.01 * start(1, 200)
-    after = simulate(config, before.clone(), 300, drift)
+    after = simulate(config, before.clone(), 300, drift(1e-3))
     made = (after - before).mean().item() / 0.3
     assert made == pytest.approx(1, abs=0.03)
     assert spread(after).abs().max() < 4 / 128
     if dtype == "int8":
         return
-    replaced = simulate(flags(sync_dtype="bf16", delay_correction="none"), before.clone(), 300, drift)
+    replaced = simulate(flags(sync_dtype="bf16", delay_correction="none"), before.clone(), 300, drift(1e-3))
     assert (replaced - before).mean().item() < 0.03  # all of it is rounded away in each iteration
 
 

@@ -21,7 +21,7 @@ from megatron_lossy.channel.gilbert_elliott import GilbertElliott
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.lab import trace
 from megatron_lossy.transport import Network, check_channels
-from tests.rules import delivered
+from tests.rules import delivered, delivered_among
 
 pytestmark = pytest.mark.shows(
     "losses are a function of seed, phase, step, link and unit",
@@ -215,12 +215,7 @@ def test_gilbert_elliott_follows_a_schedule():
 def everything(config, size, steps=200, units=20, phase="grad", nodes=None):
     """bool[steps, source, destination, units] delivered."""
     network = Network(config, phase, size, nodes)
-    return np.array(
-        [
-            [[delivered(network, exchange(phase, t), a, b, units) for b in range(size)] for a in range(size)]
-            for t in range(steps)
-        ]
-    )
+    return np.array([delivered_among(range(size), network, exchange(phase, t), units) for t in range(steps)])
 
 
 def test_the_own_shard_always_arrives_unless_lossy_self():

@@ -117,7 +117,6 @@ REFUSED = [
     ({"grad_error": "bit-flip:1,5,4"}, "--grad-error bit-flip:1,5,4: needs"),
     ({"grad_error": "none:1"}, "--grad-error none:1: must be one of none, gaussian"),
     ({"grad_error_rate": 0.5}, "--grad-error-rate 0.5: needs --grad-error gaussian or bit-flip, not none"),
-    ({"grad_error": "bit-flip", "p_param": 0.1}, "--grad-error-at broadcast: needs replicas"),
     ({"param_sync_interval": -1}, "--param-sync-interval -1: must be at least 0"),
     ({"param_sync_rule": "snr"}, "--param-sync-rule snr: needs --param-sync-interval"),
     ({"param_sync_overlap": True}, "--param-sync-overlap on: needs --param-sync-interval"),

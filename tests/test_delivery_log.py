@@ -45,6 +45,8 @@ UNITS = {
 }
 SHARDS = (5, 17, 60)  # elements of the shards of three buckets
 LOSSY = {"p_grad": 0.4, "p_param": 0.3}
+#: Losses of shards.
+SIMPLE = LossyConfig(**LOSSY, delivery_log="later")
 
 
 def write(folder, config, size, steps, skipped=(), streams=(Stream(),), first=0, ranks=None, chunk=1000, as_rank=None):
@@ -229,9 +231,9 @@ def killed_log(rank, folder):
 
 def test_a_stream_that_began_after_the_first_file_is_known(tmp_path):
     """Say, of parameters, while the optimizer skipped its first updates."""
-    config, late = LossyConfig(**LOSSY), Stream(chunk=1)
-    write(tmp_path, config, 2, 2)
-    write(tmp_path, config, 2, 5, streams=(Stream(), late), first=2)
+    late = Stream(chunk=1)
+    write(tmp_path, SIMPLE, 2, 2)
+    write(tmp_path, SIMPLE, 2, 5, streams=(Stream(), late), first=2)
     folder = DeliveryLogFolder(tmp_path)
     assert late.name not in folder.ranks[0][0].meta.streams
     assert folder.size(late.name) == 2 and (late.name, 0) in folder.writers
@@ -249,14 +251,13 @@ def test_a_killed_run_loses_at_most_its_open_file(tmp_path):
 
 @pytest.mark.parametrize("iteration", [0, 1, 4, 5, 9])
 def test_a_restart_drops_what_comes_after_the_checkpoint_and_nothing_else(tmp_path, iteration):
-    config = LossyConfig(**LOSSY, delivery_log="later")
-    write(tmp_path / "a", config, 3, 9, chunk=4)
-    write(tmp_path / "whole", config, 3, 12)
-    log = DeliveryLog(dataclasses.replace(config, delivery_log=str(tmp_path / "a")))
+    write(tmp_path / "a", SIMPLE, 3, 9, chunk=4)
+    write(tmp_path / "whole", SIMPLE, 3, 12)
+    log = DeliveryLog(dataclasses.replace(SIMPLE, delivery_log=str(tmp_path / "a")))
     log.restart(iteration)
     kept = table(tmp_path / "a")["iteration"].to_pylist() if iteration else []
     assert set(kept) == set(range(iteration))
-    write(tmp_path / "a", config, 3, 12, first=iteration or 0, chunk=4)
+    write(tmp_path / "a", SIMPLE, 3, 12, first=iteration or 0, chunk=4)
     assert table(tmp_path / "a").equals(table(tmp_path / "whole"))
     files = [(file.path.name, file.first) for file in log_files(tmp_path / "a")]  # whose names say what they cover
     assert (file_name(0, iteration, min(iteration + 3, 11)), iteration) in files
@@ -266,12 +267,11 @@ def test_a_restart_drops_what_comes_after_the_checkpoint_and_nothing_else(tmp_pa
 @pytest.mark.parametrize("resumed", [False, True])
 def test_a_row_group_holds_whole_iterations(tmp_path, monkeypatch, resumed):
     """Also where it is full in the middle of one."""
-    config = LossyConfig(**LOSSY, delivery_log="later")
     monkeypatch.setattr(writer, "_GROUP_BYTES", 1)
     streams = (Stream(), Stream("expert", 1))
-    write(tmp_path, config, 3, 4, streams=streams)
+    write(tmp_path, SIMPLE, 3, 4, streams=streams)
     if resumed:
-        write(tmp_path, config, 3, 9, streams=streams, first=4)
+        write(tmp_path, SIMPLE, 3, 9, streams=streams, first=4)
     [*_, path] = sorted(tmp_path.glob("rank_*"))
     file = pq.ParquetFile(path)
     groups = [set(file.read_row_group(group)["iteration"].to_pylist()) for group in range(file.num_row_groups)]
@@ -412,13 +412,12 @@ def test_a_wrong_record_is_found(tmp_path, unit):
 
 
 def test_a_missing_rank_and_a_mixture_are_found(tmp_path):
-    config = LossyConfig(**LOSSY, delivery_log="later")
-    write(tmp_path, config, 3, 4, ranks=range(3))
+    write(tmp_path, SIMPLE, 3, 4, ranks=range(3))
     (tmp_path / "rank_00001_000000000_000000003.parquet").unlink()
     assert verdict(tmp_path).problems == ["no records of rank 1 of dense-e0-s0-c0"]
     with pytest.raises(UsageError, match="no records of rank 1"):
         check_channels(LossyConfig(loss_model=("trace",), trace=str(tmp_path)), 3, 4)
-    write(tmp_path, dataclasses.replace(config, loss_seed=1), 3, 4, ranks=[1])
+    write(tmp_path, dataclasses.replace(SIMPLE, loss_seed=1), 3, 4, ranks=[1])
     assert "other loss flags" in verdict(tmp_path).problems[0]
     with pytest.raises(UsageError, match="different runs"):
         check_channels(LossyConfig(loss_model=("trace",), trace=str(tmp_path)), 3, 4)
@@ -448,8 +447,7 @@ def test_a_log_that_does_not_fit_is_refused(tmp_path):
 
 
 def test_the_step_after_a_trace_can_be_looked_at_but_not_taken(tmp_path):
-    config = LossyConfig(**LOSSY, delivery_log="later")
-    write(tmp_path, config, 3, 4)
+    write(tmp_path, SIMPLE, 3, 4)
     replay = LossyConfig(loss_model=("trace",), trace=str(tmp_path), grad_recovery="previous")
     networks = {phase: Network(replay, phase, 3) for phase in ("grad", "param")}
     units, _ = cut([3], [4], "shard", 1)
@@ -506,18 +504,17 @@ def test_summary_counts_rates(tmp_path):
 
 
 def test_the_command_line(tmp_path, rows):
-    def command(name):
-        return rows.run("megatron_lossy.delivery_log", name, tmp_path)
+    def command(name, status=0):
+        done = rows.run("megatron_lossy.delivery_log", name, tmp_path)
+        assert done.returncode == status
+        return done
 
     config = LossyConfig(**LOSSY, **UNITS["digests"], delivery_log="later")
     write(tmp_path, config, 3, 6, streams=(Stream(), Stream("expert")))
-    done = command("summary")
-    assert done.returncode == 0 and "grad, expert-e0-s0-c0, 3 ranks" in done.stdout
-    done = command("verify")
-    assert done.returncode == 0 and "iterations 0 to 5 are usable for all ranks" in done.stdout
+    assert "grad, expert-e0-s0-c0, 3 ranks" in command("summary").stdout
+    assert "iterations 0 to 5 are usable for all ranks" in command("verify").stdout
     [path] = tmp_path.glob("*.parquet")
     truncate(path)
-    done = command("verify")
-    assert done.returncode == 1 and f"{path.name}, row 0, iteration 0: " in done.stdout
-    done = command("summary")
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and path.name in done.stderr
+    assert f"{path.name}, row 0, iteration 0: " in command("verify", status=1).stdout
+    refused = command("summary", status=2).stderr
+    assert refused.count("\n") == 1 and path.name in refused

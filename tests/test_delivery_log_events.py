@@ -3,8 +3,6 @@
 import dataclasses
 import itertools
 import json
-import os
-import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,7 +15,6 @@ from megatron_lossy.base.exchange import Exchange, Stream
 from megatron_lossy.channel.corruption import make_corruption
 from megatron_lossy.channel.corruption.applied import Errors
 from megatron_lossy.config import LossyConfig, given
-from megatron_lossy.delivery_log.__main__ import main
 from megatron_lossy.delivery_log.events import EventLog, event_files
 from megatron_lossy.delivery_log.reader import DeliveryLogFolder
 from megatron_lossy.delivery_log.schema import pack, unpack
@@ -271,20 +268,16 @@ def test_a_folder_with_the_events_of_another_run_is_refused(tmp_path):
         EventLog(dataclasses.replace(config, loss_seed=7)).restart(4)
 
 
-def test_the_command_line(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(os, "_exit", sys.exit)
+def test_the_command_line(tmp_path, rows):
     record(tmp_path, "flips")
-    with pytest.raises(SystemExit) as ended:
-        main(["verify", str(tmp_path)])
-    assert ended.value.code == 0
-    assert capsys.readouterr().out.endswith("good records of events; iterations 0 to 8 are usable for all ranks\n")
+    done = rows.run("megatron_lossy.delivery_log", "verify", tmp_path)
+    assert done.returncode == 0
+    assert done.stdout.endswith("good records of events; iterations 0 to 8 are usable for all ranks\n")
     rewrite(event_files(tmp_path)[3].path, first_of("bit-flip", digest=b""))
-    with pytest.raises(SystemExit) as ended:
-        main(["verify", str(tmp_path)])
-    assert ended.value.code == 1 and CONTENT in capsys.readouterr().out
-    with pytest.raises(SystemExit) as ended:
-        main(["summary", str(tmp_path)])
-    assert ended.value.code == 2 and "holds events and no deliveries" in capsys.readouterr().err
+    done = rows.run("megatron_lossy.delivery_log", "verify", tmp_path)
+    assert done.returncode == 1 and CONTENT in done.stdout
+    done = rows.run("megatron_lossy.delivery_log", "summary", tmp_path)
+    assert done.returncode == 2 and "holds events and no deliveries" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,11 @@ from benchmarks.lab import Lab, Link
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.lab.doctor import link as doctor
 from megatron_lossy.lab.plan.link import read_link
-from tests.slurm_cluster import free_ports
+from tests.slurm_cluster import ROOT, free_ports
 from tests.test_lab import needs_lab
 
 pytestmark = pytest.mark.shows("doctor --link: rate, round trip, loss, bursts, MTU, queue within 10 %", device=False)
 
-ROOT = Path(__file__).parents[1]
 PORT = 29711
 
 

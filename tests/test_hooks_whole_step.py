@@ -17,7 +17,7 @@ from megatron_lossy.base.exchange import Exchange, Stream
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.transport import Network
 from tests.reference import ReferenceAdamW, ReferenceReduce, pieces, reference_gather
-from tests.rules import delivered
+from tests.rules import delivered_among
 from tests.tiny_gpt import TinyGPT, _transformer_config
 
 pytestmark = pytest.mark.shows("whole steps with stale replicas and AdamW against plain NumPy")
@@ -81,8 +81,7 @@ def local_gradient(replica, step, rank):
 
 
 def arrived(network, phase, size, step, units):
-    exchange = Exchange(phase, Stream(), step)
-    return np.array([[delivered(network, exchange, a, b, units) for b in range(size)] for a in range(size)])
+    return delivered_among(range(size), network, Exchange(phase, Stream(), step), units)
 
 
 def simulate(config, size, padded, common=None):

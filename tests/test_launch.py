@@ -1,5 +1,6 @@
 """The launcher: configurations, memory, checks, commands, and what it does in a Slurm job."""
 
+import contextlib
 import dataclasses
 import os
 import shlex
@@ -42,7 +43,7 @@ from megatron_lossy.lab.train.arguments import configurations, make_parser, read
 from megatron_lossy.lab.train.config import TrainConfig
 
 from .ranks import run_ranks
-from .trainer import TINY, read_records
+from .trainer import ROOT, TINY, read_records
 
 pytestmark = pytest.mark.shows(
     "configurations: sizes, memory, flags, dry runs, refusals",
@@ -50,8 +51,8 @@ pytestmark = pytest.mark.shows(
     device=False,
 )
 
-ROOT = Path(__file__).parents[1]
 LARGE = sorted((ROOT / "configs").glob("llama*/*_dp*.yaml"))
+DP64 = ROOT / "configs/llama2_7b/cuda_dp64.yaml"
 TINY_FILE = ROOT / "configs/tiny/llama_1m.yaml"
 
 
@@ -64,9 +65,8 @@ def arguments(file, text, out, *more):
 
 def test_llama2_7b_by_hand():
     """The published number of weights, and DP 64 added up without the module's own functions."""
-    config = llama2_7b()
-    assert parameters(config, 32000) == 6_738_415_616
-    found = estimate(config, LossyConfig(p_param=0.4, loss_unit="packet"), Layout(64), DEVICES["h100"]).components
+    assert parameters(llama2_7b(), 32000) == 6_738_415_616
+    found = components(p_param=0.4, loss_unit="packet")
     weights = 6_738_415_616
     assert found["weights"] == 2 * weights and found["gradients"] == 4 * weights
     assert found["optimizer shard"] == 12 * weights / 64
@@ -78,11 +78,6 @@ def test_llama2_7b_by_hand():
 
 
 def test_what_loss_adds():
-    config, layout = llama2_7b(), Layout(64)
-
-    def components(device="h100", **loss):
-        return estimate(config, LossyConfig(**loss), layout, DEVICES[device]).components
-
     weights = components()["weights"] / 2
     assert components().keys() == {"weights", "gradients", "optimizer shard", "activations", "logits", "reserved"}
     previous = components(p_grad=0.1, grad_recovery="previous", loss_unit="packet")
@@ -96,14 +91,8 @@ def test_what_loss_adds():
 
 
 def test_what_an_asynchronous_pipeline_adds():
-    config = dataclasses.replace(
-        llama2_7b(), pipeline_model_parallel_size=4, micro_batch_size=1, global_batch_size=16 * 3
-    )
-
-    def components(**flags):
-        return estimate(config, LossyConfig(**flags), Layout(64), DEVICES["h100"]).components
-
-    flushed, stashed = components(), components(async_pipeline=True)
+    staged = {"pipeline_model_parallel_size": 4, "micro_batch_size": 1, "global_batch_size": 16 * 3}
+    flushed, stashed = components(settings=staged), components(settings=staged, async_pipeline=True)
     activations = flushed["activations"] / 3  # of a micro-batch; three of them are there at once
     assert stashed["activations"] == (3 * 3 + 1) * activations  # three batches of three ahead
     assert stashed["old weights"] == 4 * stashed["weights"]
@@ -112,12 +101,8 @@ def test_what_an_asynchronous_pipeline_adds():
 def test_what_islands_add():
     """In copies of a rank's shard: four islands of 16 ranks."""
     shard = 6_738_415_616 / 16
-
-    def components(**loss):
-        return estimate(llama2_7b(), LossyConfig(islands=4, **loss), Layout(64), DEVICES["h100"]).components
-
-    assert components(sync_method="none")["optimizer shard"] == 12 * shard
-    few = {"sync_method": "parameters", "sync_fraction": 0.05, "sync_delay": 10}
+    assert components(islands=4, sync_method="none")["optimizer shard"] == 12 * shard
+    few = {"islands": 4, "sync_method": "parameters", "sync_fraction": 0.05, "sync_delay": 10}
     found = components(**few)
     assert found["averages under way"] == pytest.approx(11 * 0.05 * (2 * 4 + 8) * shard)
     assert components(**few, delay_correction="ema")["correction"] == 4 * shard
@@ -125,13 +110,19 @@ def test_what_islands_add():
     assert predicted["averages under way"] == pytest.approx(51 * 0.05 * (3 * 4 + 8) * shard)
     assert predicted["correction"] == 4 * shard
     assert components(**few, delay_correction="smith") == found  # nothing is under way twice
-    assert components(sync_method="diloco", sync_interval=9)["outer optimizer"] == 2 * 4 * shard
+    assert components(islands=4, sync_method="diloco", sync_interval=9)["outer optimizer"] == 2 * 4 * shard
 
 
 def llama2_7b():
     settings = yaml.safe_load((ROOT / "configs/llama2_7b/llama2_7b.yaml").read_text())
     names = {key.replace("-", "_"): value for key, value in settings.items()}
     return TrainConfig(**names, data="stdlib")
+
+
+def components(device="h100", settings=None, **loss):
+    """The memory of a rank of 64, by what takes it."""
+    config = dataclasses.replace(llama2_7b(), **(settings or {}))
+    return estimate(config, LossyConfig(**loss), Layout(64), DEVICES[device]).components
 
 
 def weights_and_saved(rank, config):
@@ -190,9 +181,8 @@ def test_activations_are_those_that_autograd_keeps():
 
 def over_datagrams(*more):
     """The plan of 7 B on 64 H100, over UDP."""
-    file = ROOT / "configs/llama2_7b/cuda_dp64.yaml"
     paths = ["--program=pretrain_gpt.py", "--out=x", "--data-path=a", "--valid-data-path=b", "--launcher=srun"]
-    return make_plan([f"--config={file}", *paths, "--transport=udp", *more])
+    return make_plan([f"--config={DP64}", *paths, "--transport=udp", *more])
 
 
 def test_a_dry_run_says_what_datagrams_take_of_a_node():
@@ -343,7 +333,7 @@ def test_megatron_is_told_which_optimizer(text, tmp_path):
     ],
 )
 def test_one_line_says_what_is_wrong(flags, message, text, tmp_path):
-    command = arguments(ROOT / "configs/llama2_7b/cuda_dp64.yaml", text, tmp_path, "--rdzv-endpoint=n:1", *flags)
+    command = arguments(DP64, text, tmp_path, "--rdzv-endpoint=n:1", *flags)
     with pytest.raises(UsageError, match=message) as raised:
         check(make_plan(command), starting=False)
     assert "\n" not in str(raised.value)
@@ -351,12 +341,11 @@ def test_one_line_says_what_is_wrong(flags, message, text, tmp_path):
 
 def test_status_2_and_nothing_started(text, tmp_path):
     """The node has no accelerator."""
-    command = arguments(ROOT / "configs/llama2_7b/cuda_dp64.yaml", text, tmp_path / "out", "--rdzv-endpoint=n:1")
+    command = arguments(DP64, text, tmp_path / "out", "--rdzv-endpoint=n:1")
     done = subprocess.run([sys.executable, "-m", "megatron_lossy.launch", *command], capture_output=True, text=True)
     assert done.returncode == 2 and not done.stdout and not (tmp_path / "out").exists()
-    file = ROOT / "configs/llama2_7b/cuda_dp64.yaml"
     assert done.stderr.strip() == (
-        f"megatron_lossy.launch: error: --device (cuda) (from {file}): 8 accelerators are asked for on this node, 0 are there"
+        f"megatron_lossy.launch: error: --device (cuda) (from {DP64}): 8 accelerators are asked for on this node, 0 are there"
     )
 
 
@@ -367,17 +356,9 @@ def test_a_file_may_not_be_its_own_base(tmp_path):
         make_plan([f"--config={tmp_path}/a.yaml", "--program=train", "--out=x"])
 
 
-def test_a_job_of_another_size_is_refused(text, tmp_path):
-    command = arguments(ROOT / "configs/llama2_7b/cuda_dp64.yaml", text, tmp_path, "--launcher=srun")
-    with pytest.raises(UsageError, match="--accelerators 64: must be the 32 tasks of the Slurm job"):
-        make_plan(command, tasks=32)
-
-
 def test_commands_of_the_launchers(text, tmp_path):
-    file = ROOT / "configs/llama2_7b/cuda_dp64.yaml"
-
     def command(*flags, environment=None):
-        return " ".join(launch_command(make_plan(arguments(file, text, tmp_path, *flags)), environment or {}))
+        return " ".join(launch_command(make_plan(arguments(DP64, text, tmp_path, *flags)), environment or {}))
 
     nodes = command("--launcher=torchrun", "--rdzv-endpoint=n1:29400", "--rate=0.1", "--max-restarts=3")
     assert "--nnodes 8 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint n1:29400 --rdzv-id p_0.10" in nodes
@@ -477,9 +458,11 @@ def test_a_job_of_an_array_is_not_the_whole_array():
     assert job_name({"SLURM_JOB_ID": "11", "SLURM_ARRAY_JOB_ID": "11", "SLURM_ARRAY_TASK_ID": "4"}) == "11_4"
 
 
-def test_a_job_with_other_nodes_is_refused(text, tmp_path):
-    file = ROOT / "configs/llama2_7b/cuda_dp64.yaml"
-    plan = make_plan(arguments(file, text, tmp_path, "--launcher=srun"), tasks=64)
+def test_a_job_of_another_size_or_with_other_nodes_is_refused(text, tmp_path):
+    command = arguments(DP64, text, tmp_path, "--launcher=srun")
+    with pytest.raises(UsageError, match="--accelerators 64: must be the 32 tasks of the Slurm job"):
+        make_plan(command, tasks=32)
+    plan = make_plan(command, tasks=64)
     check_job(plan, {"SLURM_JOB_NUM_NODES": "8"})
     with pytest.raises(UsageError, match="--accelerators-per-node 8: must be 4: the Slurm job has 16 nodes"):
         check_job(plan, {"SLURM_JOB_NUM_NODES": "16"})
@@ -630,9 +613,8 @@ def test_gaudi_needs_the_fork(text, tmp_path, monkeypatch):
     refused = "megatron-lossy: error: --optimizer: invalid choice: 'fusedadamw' (choose from adam, sgd)\n"
     done = SimpleNamespace(returncode=2, stdout="", stderr=refused)
     monkeypatch.setattr("megatron_lossy.lab.launch.checks.subprocess.run", lambda command, **_: done)
-    plan = make_plan(
-        arguments(ROOT / "configs/llama2_7b/gaudi3_dp64.yaml", text, tmp_path, "--program=pretrain_gpt.py")
-    )
+    file = ROOT / "configs/llama2_7b/gaudi3_dp64.yaml"
+    plan = make_plan(arguments(file, text, tmp_path, "--program=pretrain_gpt.py"))
     with pytest.raises(UsageError, match="'fusedadamw' .*; Gaudi needs HabanaAI's fork: git clone"):
         check_megatron(plan)
 
@@ -654,11 +636,8 @@ def test_megatron_itself_checks_its_flags(flags, message, megatron_lm, text, tmp
     command = arguments(ROOT / "configs/llama2_7b/cuda_dp16.yaml", text, tmp_path, "--rate=0.1", "--launcher=srun")
     command[1] = f"--program={megatron_lm}/pretrain_gpt.py"
     plan = make_plan([*command, *flags])
-    if message is None:
+    with pytest.raises(UsageError, match=message) if message else contextlib.nullcontext():
         check(plan, starting=False)
-    else:
-        with pytest.raises(UsageError, match=message):
-            check(plan, starting=False)
 
 
 def test_a_program_without_megatron_is_refused_in_one_line(tmp_path):

@@ -146,10 +146,8 @@ def drift_real(rank, chosen):
 
 def _measure(model, config, interval):
     history = []
-    with made(dataclasses.replace(SMALL, **model), dataclasses.replace(config, drift_interval=interval)) as (
-        run,
-        lossy,
-    ):
+    drifting = dataclasses.replace(config, drift_interval=interval)
+    with made(dataclasses.replace(SMALL, **model), drifting) as (run, lossy):
         for step in range(STEPS):
             run.step(step)
             metrics = lossy.metrics()
@@ -208,12 +206,11 @@ def test_drift_is_that_of_whole_replicas(workers, names):
                 p, increment = config.p_param, np.mean((owner - before) ** 2)
                 to_owner, between = p / (1 - p), 2 * p / (1 - p**2)
                 pairs = [np.mean((a - b) ** 2) for a, b in itertools.combinations(replicas, 2)]
+                apart = np.mean([(a - owner) ** 2 for a in replicas]) * workers / (workers - 1)
                 wanted = {
                     "drift pairs": np.mean(pairs),
-                    "drift owner": np.mean([(a - owner) ** 2 for a in replicas]) * workers / (workers - 1),
-                    "drift over weight": np.sqrt(
-                        np.mean([(a - owner) ** 2 for a in replicas]) * workers / (workers - 1) / np.mean(owner**2)
-                    ),
+                    "drift owner": apart,
+                    "drift over weight": np.sqrt(apart / np.mean(owner**2)),
                     "squared increment": increment,
                     "drift pairs predicted": increment * (2 / workers * to_owner + (1 - 2 / workers) * between),
                     "drift owner predicted": increment * to_owner,

@@ -24,12 +24,6 @@ def start(*arguments, **environment):
     )
 
 
-def launch(*arguments):
-    process = start(*arguments)
-    stdout, stderr = process.communicate(timeout=120)
-    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
-
-
 @pytest.fixture(scope="module")
 def another_rank():
     """A rank that is not the first of its node. It waits for five seconds, which the next test uses."""
@@ -77,10 +71,11 @@ def test_sizes_that_megatron_reads_from_a_file_are_left_to_it(tmp_path, monkeypa
 def test_a_script_without_megatron_training_is_refused(another_rank, tmp_path):
     script = tmp_path / "script.py"
     script.write_text("print('ran')")
-    done = launch(script, "--p-grad", "0.1")
-    assert done.returncode == 2
-    assert "megatron.core and megatron.training must be importable" in done.stderr.splitlines()[-1]
-    assert "ran" not in done.stdout
+    process = start(script, "--p-grad", "0.1")
+    stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert "megatron.core and megatron.training must be importable" in stderr.splitlines()[-1]
+    assert "ran" not in stdout
 
 
 def test_another_rank_leaves_the_line_to_the_first(another_rank):

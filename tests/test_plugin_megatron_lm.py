@@ -10,7 +10,6 @@ import os
 import re
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -23,6 +22,8 @@ from torch.utils import cpp_extension
 
 import tests.ranks
 from megatron_lossy.lab.report.read import read_megatron_run
+from tests.slurm_cluster import free_ports
+from tests.trainer import tensorboard
 
 pytestmark = [
     pytest.mark.shows(
@@ -74,9 +75,7 @@ def pretrain(megatron_lm, *arguments, plugin=True, ranks=2, distributed=True, mo
 
 def test_a_killed_rank_is_started_again_and_finds_the_others(megatron_lm, tmp_path):
     """With one store over both attempts, and a node that is slower to start again than the other."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_ports(1)[0]
     flags = [*MODEL, *LOSS, "--save", tmp_path / "run", "--load", tmp_path / "run", "--save-interval", 5]
     script = tmp_path / "script.py"
     script.write_text(
@@ -237,8 +236,6 @@ def test_packets_as_long_as_the_paths_carry_are_those_of_a_run_with_their_number
 
 @pytest.mark.shows("monitors in Megatron's log and TensorBoard")
 def test_monitors_write_to_megatrons_log_and_tensorboard(megatron_lm, tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     flags = [*LOSS, "--overlap-grad-reduce", "--overlap-param-gather"]
     plain, _ = pretrain(megatron_lm, *flags)
     lines, done = pretrain(megatron_lm, *flags, "--drift-interval", 5, "--tensorboard-dir", tmp_path)
@@ -249,8 +246,7 @@ def test_monitors_write_to_megatrons_log_and_tensorboard(megatron_lm, tmp_path):
     assert done.stdout.count(header + "simulated | data-parallel ranks 2\n") == 1
     assert len(re.findall(r"exchanges up to iteration +\d+ \| loss rate grad: 0\.\d+ \|", done.stdout)) == 20
     assert len(re.findall(r"\| drift pairs: [1-9]", done.stdout)) == 4
-    events = EventAccumulator(str(tmp_path))
-    events.Reload()
+    events = tensorboard(tmp_path)
     assert [event.step for event in events.Scalars("stale age max")] == list(range(1, 21))
     assert [event.step for event in events.Scalars("drift owner predicted")] == [5, 10, 15, 20]
     # Of the text log too, whose lines other ranks may have broken.

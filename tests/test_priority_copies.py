@@ -63,23 +63,23 @@ def drop(rank, share):
     Channel.send, Channel.copies = sent, lambda *_: None
 
 
-def test_copies_stay_equal_with_drawn_losses():
-    lossy = {"p_grad": 0.4, **PACKETS}
-    cases = [
-        ({}, LossyConfig(grad_recovery="zero", **CHOSEN, **lossy)),
-        ({}, LossyConfig(**FEEDBACK, **lossy)),
-        ({}, LossyConfig(transport="pieces", **FEEDBACK, **lossy)),
-    ]
-    for found in run_ranks(apart, 4, cases, 6):
-        assert all(worst == 0 and moved > 1e-3 and lost["grad"] > 0 for worst, moved, lost in found), found
+DRAWN = {"p_grad": 0.4, **PACKETS}
+UDP = {"transport": "udp", "packet_bytes": 256, "udp_key_file": "none"}
+CASES = {
+    "drawn losses": (
+        ({}, LossyConfig(grad_recovery="zero", **CHOSEN, **DRAWN)),
+        ({}, LossyConfig(**FEEDBACK, **DRAWN)),
+        ({}, LossyConfig(transport="pieces", **FEEDBACK, **DRAWN)),
+    ),
+    "losses of a network": (
+        ({}, LossyConfig(**FEEDBACK, **UDP)),
+        ({}, LossyConfig(grad_recovery="zero", **CHOSEN, **UDP)),
+        *((model, LossyConfig(**UDP, **flags)) for model in ({}, OVERLAPS["both"]) for flags in ({}, WINDOWS)),
+    ),
+}
 
 
-def test_copies_stay_equal_with_losses_of_a_network():
-    udp = {"transport": "udp", "packet_bytes": 256, "udp_key_file": "none"}
-    cases = [
-        ({}, LossyConfig(**FEEDBACK, **udp)),
-        ({}, LossyConfig(grad_recovery="zero", **CHOSEN, **udp)),
-        *((model, LossyConfig(**udp, **flags)) for model in ({}, OVERLAPS["both"]) for flags in ({}, WINDOWS)),
-    ]
-    for found in run_ranks(apart, 4, cases, 6, 0.3):
+@pytest.mark.parametrize(("losses", "dropped"), [("drawn losses", 0.0), ("losses of a network", 0.3)])
+def test_copies_stay_equal_with(losses, dropped):
+    for found in run_ranks(apart, 4, CASES[losses], 6, dropped):
         assert all(worst == 0 and moved > 1e-3 and lost["grad"] > 0 for worst, moved, lost in found), found

@@ -5,6 +5,7 @@ import dataclasses
 import subprocess
 import sys
 import warnings
+from operator import itemgetter
 
 import pytest
 import torch
@@ -59,14 +60,9 @@ def optimizer_before_sharding():
     lossy(fully_shard(model), optimizer)
 
 
-def twice():
+def again(part=lambda model: model):
     run = Training(Tiny(), BOTH)
-    lossy(run.model, run.optimizer)
-
-
-def a_part_again():
-    run = Training(Tiny(), BOTH)
-    lossy(run.model[1], run.optimizer)
+    lossy(part(run.model), run.optimizer)
 
 
 def exchanges_of_somebody_else():
@@ -101,11 +97,6 @@ def replicated():
     lossy(model)
 
 
-def two_types():
-    model = fully_shard(Layer(torch.float32, torch.bfloat16))
-    lossy(model)
-
-
 def fewer_ranks_in_the_backward_pass():
     block = nn.Linear(4, 4)
     fully_shard(block, reshard_after_forward=2)
@@ -127,7 +118,6 @@ def frozen_later():
 
 def unused():
     run = Training(Tiny(), BOTH)
-    run.model[1].inner = lambda x: x
     run.model[1].inner = lambda x: run.model[1].up(x).sum(dim=1, keepdim=True) * torch.ones(11)
     run.step(0)
 
@@ -141,20 +131,12 @@ class Decays(torch.optim.SGD):
             one.mul_(0.9)
 
 
-def changed_at_a_learning_rate_of_0():
+def decays(lr, closure=None):
     run = Training(Tiny(), None)
-    optimizer = Decays(run.model.parameters(), lr=0.0)
+    optimizer = Decays(run.model.parameters(), lr=lr)
     lossy(run.model, optimizer)
     run.loss(0).backward()
-    optimizer.step()
-
-
-def closure_not_called():
-    run = Training(Tiny(), None)
-    optimizer = Decays(run.model.parameters(), lr=0.1)
-    lossy(run.model, optimizer)
-    run.loss(0).backward()
-    optimizer.step(lambda: None)
+    optimizer.step(closure)
 
 
 class TakesScaler(torch.optim.SGD):
@@ -241,21 +223,24 @@ LINES = [
     ("optimizer LBFGS: evaluates weights within a step, which no exchange would send", lbfgs),
     ("optimizer AdamW: has 16 of 16 parameters that are not the", lambda: lossy(optimizer=adam(fsdp.build(Tiny())))),
     ("optimizer AdamW: has 2 of 2 parameters that are not the model's: make it from", optimizer_before_sharding),
-    ("model root module: is lossy already: call make_lossy once, for the whole model", twice),
-    ("model root module: is lossy already: call make_lossy once, for the whole model", a_part_again),
+    ("model root module: is lossy already: call make_lossy once, for the whole model", again),
+    ("model root module: is lossy already: call make_lossy once, for the whole", lambda: again(itemgetter(1))),
     ("model 1: has exchanges of its own (Other): omit set_symm_mem_for_comm, ", exchanges_of_somebody_else),
     ("model 1: has exchanges of its own (ProcessGroupAllocAllGather,", exchanges_in_other_memory),
     ("model 1: has exchanges of its own (SymmMemAllGather): omit", exchanges_in_symmetric_memory),
     ("model root module: is of replicate(), which shards nothing, so that no parameters cross; use", replicated),
     ("model FSDPSequential: has no parameter with a gradient", lambda: lossy(fsdp.build(Tiny()).requires_grad_(False))),
-    ("model root module: gathers parameters of several types (torch.bfloat16, torch.float32) together", two_types),
+    (
+        "model root module: gathers parameters of several types (torch.bfloat16, torch.float32) together",
+        lambda: lossy(fully_shard(Layer(torch.float32, torch.bfloat16))),
+    ),
     ("reshard_after_forward 2: gathers from fewer ranks in the backward pass", fewer_ranks_in_the_backward_pass),
     ("--islands 2: must be 1: so many groups", lambda: lossy(config=LossyConfig(islands=2, sync_method="parameters"))),
     ("optimizer AdamW: has 17 parameters, and had 16 when make_lossy was called: add them", parameters_added_later),
     ("model 1: reduces ", frozen_later),
     ("model 1: reduces ", unused),
-    ("optimizer Decays: changes weights without gradients, or with a learning rate", changed_at_a_learning_rate_of_0),
-    ("optimizer Decays: did not call its closure; call step() without one", closure_not_called),
+    ("optimizer Decays: changes weights without gradients, or with a learning rate", lambda: decays(0.0)),
+    ("optimizer Decays: did not call its closure; call step() without one", lambda: decays(0.1, list)),
     ("optimizer TakesScaler: takes grad_scaler, and does not show which steps it skips", scaler_within_the_optimizer),
     ("scaler None: a GradScaler is in use, and --grad-recovery previous keeps gradients over steps:", scaler_unknown),
     ("optimizer SGD: steps during the backward pass, where no update ends; step after it", step_in_the_backward_pass),
@@ -292,10 +277,8 @@ def test_bad_arguments_are_refused_in_one_line(pool):
 def one_rank(rank):
     with pytest.raises(UsageError, match=r"^data-parallel size 1: one rank exchanges nothing"):
         Training(Tiny(), BOTH)
-    run = Training(Tiny(), LossyConfig())
-    loss = run.step(0)
-    run.lossy.close()
-    return loss
+    with fsdp.trained(Training(Tiny(), LossyConfig()), range(1)) as [loss]:
+        return loss
 
 
 def test_one_rank_can_lose_nothing(pool):

@@ -17,7 +17,7 @@ from megatron_lossy.pytorch import make_lossy
 from megatron_lossy.transport import Network
 from tests import fsdp
 from tests.reference import ReferenceReduce, pieces
-from tests.rules import delivered
+from tests.rules import delivered_among
 from tests.test_pytorch import same
 
 pytestmark = [
@@ -44,14 +44,17 @@ class Training:
 
     def step(self, step):
         for part in range(self.accumulation):
-            chance = torch.Generator().manual_seed(1000 * (step * self.accumulation + part) + dist.get_rank())
-            x = torch.randn(6, 7, generator=chance).to(current_device())
             self.model.require_backward_grad_sync = part == self.accumulation - 1
-            loss = (self.model(x.to(self.dtype)) - x[:, :3].sin()).float().square().mean()
+            loss = self.loss(step * self.accumulation + part)
             loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss.item()
+
+    def loss(self, number):
+        chance = torch.Generator().manual_seed(1000 * number + dist.get_rank())
+        x = torch.randn(6, 7, generator=chance).to(current_device())
+        return (self.model(x.to(self.dtype)) - x[:, :3].sin()).float().square().mean()
 
     def weights(self):
         return {name: one.detach().float().cpu().numpy().copy() for name, one in self.model.named_parameters()}
@@ -59,12 +62,8 @@ class Training:
 
 def plain(rank, config, steps, how):
     run = Training(config, **how)
-    losses = [run.step(step) for step in range(steps)]
-    metrics = {} if run.lossy is None else run.lossy.metrics()
-    weights = run.weights()
-    if run.lossy is not None:
-        run.lossy.close()
-    return weights, losses, metrics
+    with fsdp.trained(run, range(steps)) as losses:
+        return run.weights(), losses, {} if run.lossy is None else run.lossy.metrics()
 
 
 def trained(found):
@@ -142,10 +141,7 @@ def check(recorded, config):
 
             def arrived(phase, step=step, total=total, units=slice(first, first + count)):
                 exchange = Exchange(phase, Stream(), step + 3)
-                links = [
-                    [delivered(networks[phase], exchange, a, b, total) for b in range(world)] for a in range(world)
-                ]
-                return np.array(links)[:, :, units]
+                return delivered_among(range(world), networks[phase], exchange, total)[:, :, units]
 
             sent = [padded(rounds[step][number][0], world * shard) for rounds, _ in recorded]
             sent = np.array(sent).reshape(world, world, shard)
@@ -209,14 +205,11 @@ def test_gradients_that_differ_are_repaired(pool):
 
 def averaged_weights(rank, config, steps):
     run = Training(config)
-    for step in range(steps):
-        run.step(step)
-    before = run.weights()
-    with run.lossy.owner_weights():
-        mean = run.weights()
-    after = run.weights()
-    run.lossy.close()
-    return before, mean, after
+    with fsdp.trained(run, range(steps)):
+        before = run.weights()
+        with run.lossy.owner_weights():
+            mean = run.weights()
+        return before, mean, run.weights()
 
 
 def test_owners_weights_are_the_mean(pool):

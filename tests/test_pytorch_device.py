@@ -57,11 +57,8 @@ def compared(rank: int, cases: list[str]) -> tuple[list[str], list[str]]:
     import torch.distributed as dist
 
     from tests.impostor import device
-    from tests.impostor.tracker import Tracker
 
-    tracker = Tracker()
-    device.install(tracker)
-    dist.init_process_group("cpu:gloo,cuda:nccl")
+    tracker = device.tracked("cpu:gloo,cuda:nccl")
     differ = []
     for case in cases:
         on_cpu, on_cuda = train(case, "cpu"), train(case, "cuda")

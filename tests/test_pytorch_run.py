@@ -94,11 +94,9 @@ def by_hand(rank, config, steps):
 
 def by_fsdp(rank, config, steps):
     run = Training(Tiny(), config)
-    losses = [run.step(step) for step in range(steps)]
-    run.lossy.settle()
-    replicas = run.replicas()
-    run.lossy.close()
-    return losses, replicas
+    with fsdp.trained(run, range(steps)) as losses:
+        run.lossy.settle()
+        return losses, run.replicas()
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -124,8 +122,7 @@ def test_udp_without_loss_trains_as_fsdp2(setting, pool):
 
 def test_pieces_by_value(pool):
     config = dataclasses.replace(BOTH, transport="pieces")
-    lost = contract.check(pool.run(fsdp.record, 2, Tiny(), config, 4), config, averaged=True)
-    assert lost["grad"] and lost["param"]
+    contract.check(pool.run(fsdp.record, 2, Tiny(), config, 4), config, averaged=True, loses=True)
 
 
 def test_error_feedback_with_priorities_by_value(pool):
@@ -152,11 +149,8 @@ def test_the_log_replays_bit_for_bit(unit, pool, tmp_path):
 
 def measured(rank, config, steps):
     run = Training(Tiny(), config)
-    for step in range(steps):
-        run.step(step)
-    metrics = run.lossy.metrics()
-    run.lossy.close()
-    return metrics
+    with fsdp.trained(run, range(steps)):
+        return run.lossy.metrics()
 
 
 def test_monitors_measure(pool):

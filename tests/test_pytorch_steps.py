@@ -48,15 +48,6 @@ class Stepping(Training):
         self.optimizer = kind(self.model.parameters(), lr=0.01, **how)
         self.lossy = make(self.model, self.optimizer, config)
 
-    def closure(self, step):
-        def evaluate():
-            self.optimizer.zero_grad()
-            loss = self.loss(step)
-            loss.backward()
-            return loss
-
-        return evaluate
-
     def end(self):
         weights = self.weights()
         counted = self.lossy.iteration, self.lossy.update
@@ -64,9 +55,19 @@ class Stepping(Training):
         return weights, counted
 
 
+def closure_of(run, step):
+    def evaluate():
+        run.optimizer.zero_grad()
+        loss = run.loss(step)
+        loss.backward()
+        return loss
+
+    return evaluate
+
+
 def by_closure(rank, config, kind, steps):
     run = Stepping(config, kind)
-    losses = [run.optimizer.step(run.closure(step)).item() for step in range(steps)]
+    losses = [run.optimizer.step(closure_of(run, step)).item() for step in range(steps)]
     return (run.end()[0], losses)
 
 
@@ -79,8 +80,8 @@ def twice_by_hand(rank, config, steps):
     run = Stepping(config)
     losses = []
     for step in range(steps):
-        run.closure(step)()
-        losses.append(run.closure(step)().item())
+        closure_of(run, step)()
+        losses.append(closure_of(run, step)().item())
         run.optimizer.step()
     return (run.end()[0], losses)
 
@@ -92,18 +93,7 @@ def test_a_closure_that_is_called_twice_makes_two_rounds_of_gradients(config, po
 
 def in_ddp_by_closure(rank, config, steps):
     run = test_pytorch_ddp.Training(config)
-    losses = []
-    for step in range(steps):
-        chance = torch.Generator().manual_seed(1000 * step + rank)
-        x = torch.randn(6, 7, generator=chance)
-
-        def closure(x=x):
-            run.optimizer.zero_grad()
-            loss = (run.model(x) - x[:, :3].sin()).square().mean()
-            loss.backward()
-            return loss
-
-        losses.append(run.optimizer.step(closure).item())
+    losses = [run.optimizer.step(closure_of(run, step)).item() for step in range(steps)]
     weights = run.weights()
     run.lossy.close()
     return weights, losses
@@ -295,11 +285,8 @@ def wrapped(rank, config, steps):
     run = Training(Tiny(), None)
     inner, run.optimizer = run.optimizer, Wrapper(run.optimizer)
     run.lossy = make_lossy(run.model, run.optimizer, config)
-    for step in range(steps):
-        run.step(step)
-    counted = run.lossy.iteration, run.lossy.update, len(inner.state) > 0
-    run.lossy.close()
-    return counted
+    with fsdp.trained(run, range(steps)):
+        return run.lossy.iteration, run.lossy.update, len(inner.state) > 0
 
 
 def test_an_optimizer_that_drives_another_is_the_one_that_counts(pool):

@@ -20,18 +20,17 @@ from tests.trainer import ROOT, TINY, as_flags, read_records, write_data
 pytestmark = pytest.mark.shows("a channel and a rule of another package, from the command line", device=False)
 
 
-#: The documentation's own example of a rule.
-[RULE] = re.findall(r"```python\n(# my_rule.py\n.*?)```", (ROOT / "docs/extending.md").read_text(), re.DOTALL)
+def examples(module):
+    """The documentation's own examples in Python whose name is like ``module``."""
+    return re.findall(rf"```python\n(# {module}.py\n.*?)```", PAGE, re.DOTALL)
 
-[PYPROJECT] = re.findall(r"```toml\n(.*?)```", (ROOT / "docs/extending.md").read_text(), re.DOTALL)
+
+PAGE = (ROOT / "docs/extending.md").read_text()
+[RULE], [WAVES], [PART] = examples("my_rule"), examples("my_loss"), examples("my_part")
+[PYPROJECT] = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
 
 #: Its example of a mechanism, in two modules.
-ALARM, ALARMS = re.findall(
-    r"```python\n(# my_alarm\w*.py\n.*?)```", (ROOT / "docs/extending.md").read_text(), re.DOTALL
-)
-
-#: Its example of a loss model.
-[WAVES] = re.findall(r"```python\n(# my_loss.py\n.*?)```", (ROOT / "docs/extending.md").read_text(), re.DOTALL)
+ALARM, ALARMS = examples(r"my_alarm\w*")
 
 CHANNEL = '''
 """Loses everything between ranks in every other step."""
@@ -84,11 +83,25 @@ def distribution(folder, name, entry_points):
     (info / "entry_points.txt").write_text(entry_points)
 
 
-def run(installed, *arguments):
+def run(installed, *arguments, status=0):
+    """A program that has ended with this status."""
     path = os.pathsep.join([str(installed), str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=ROOT, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=ROOT, env=environment)
+    assert done.returncode == status, done.stdout + done.stderr
+    return done
+
+
+def line(installed, *arguments):
+    """The one line of a program that refuses."""
+    done = run(installed, *arguments, status=2)
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    return done.stderr
+
+
+def trained(installed, settings, *flags, status=0):
+    return run(installed, "-m", "megatron_lossy.train", *as_flags(settings), *flags, status=status)
 
 
 def settings_in(tmp_path, workers):
@@ -100,18 +113,14 @@ def settings_in(tmp_path, workers):
 
 def test_a_mechanism_has_flags_refusals_and_observers(installed, tmp_path):
     flags = ["--p-grad", 0.5, "--loss-model", "every-other", "bernoulli", "--alarm-above", 0.4]
-    done = run(installed, "-m", "megatron_lossy.train", *as_flags(settings_in(tmp_path, 4)), *flags)
-    assert done.returncode == 0, done.stderr
+    trained(installed, settings_in(tmp_path, 4), *flags)
     assert [record["alarms"] for record in read_records(tmp_path / "run", "train")] == [0, 4, 0, 4]
-    done = run(installed, "-m", "megatron_lossy.train", *as_flags(settings_in(tmp_path / "few", 2)), *flags)
-    assert done.returncode == 2 and done.stderr.endswith("--alarm-above 0.4: needs 3 ranks or more\n")
-    table = run(installed, "-m", "megatron_lossy", "refusals", "alarm")
-    assert table.returncode == 0 and "fewer than 3 ranks" in table.stdout
-    help = run(installed, "-m", "megatron_lossy.train", "--help-loss", "alarm")
-    assert help.returncode == 0 and "--alarm-above SHARE" in help.stdout
-    tiny = ROOT / "configs/tiny/llama_1m.yaml"
-    wrong = run(installed, "-m", "megatron_lossy.train", "--config", tiny, "--alarm-above", "2")
-    assert wrong.returncode == 2 and "--alarm-above 2.0: must be in [0, 1)" in wrong.stderr
+    few = trained(installed, settings_in(tmp_path / "few", 2), *flags, status=2)
+    assert few.stderr.endswith("--alarm-above 0.4: needs 3 ranks or more\n")
+    assert "fewer than 3 ranks" in run(installed, "-m", "megatron_lossy", "refusals", "alarm").stdout
+    assert "--alarm-above SHARE" in run(installed, "-m", "megatron_lossy.train", "--help-loss", "alarm").stdout
+    tiny = {"config": ROOT / "configs/tiny/llama_1m.yaml"}
+    assert "--alarm-above 2.0: must be in [0, 1)" in trained(installed, tiny, "--alarm-above", 2, status=2).stderr
 
 
 def test_the_pages_loss_model_draws_at_its_rates(installed, monkeypatch):
@@ -129,21 +138,17 @@ def test_the_pages_loss_model_draws_at_its_rates(installed, monkeypatch):
 def test_its_metrics_are_the_same_on_real_ranks(installed, tmp_path):
     flags = ["--p-grad", 0.4, "--loss-unit", "packet", "--packet-bytes", 256, "--alarm-above", 0.4]
     virtual, real = settings_in(tmp_path / "virtual", 4), settings_in(tmp_path / "real", None)
-    done = [run(installed, "-m", "megatron_lossy.train", *as_flags(virtual), *flags)]
+    trained(installed, virtual, *flags)
     ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 4, "-m", "megatron_lossy.train"]
-    done.append(run(installed, *ranks, *as_flags({k: v for k, v in real.items() if v is not None}), *flags))
-    assert not any(one.returncode for one in done), [one.stderr for one in done]
+    run(installed, *ranks, *as_flags({k: v for k, v in real.items() if v is not None}), *flags)
     alarms = [
         [record["alarms"] for record in read_records(tmp_path / kind / "run", "train")] for kind in ("virtual", "real")
     ]
     assert alarms[0] == alarms[1] and 0 < sum(alarms[0]) < 4 * 4
 
 
-#: Its example of a part, which a mechanism of two lines returns.
-[PART] = re.findall(r"```python\n(# my_part.py\n.*?)```", (ROOT / "docs/extending.md").read_text(), re.DOTALL)
-
-
 def test_a_part_goes_on_where_its_run_was_saved(tmp_path):
+    """The page's part, which a mechanism of two lines returns."""
     place = tmp_path / "site"
     place.mkdir()
     (place / "my_part.py").write_text(PART)
@@ -160,9 +165,7 @@ def test_a_part_goes_on_where_its_run_was_saved(tmp_path):
     saves = ["--save", tmp_path / "saved", "--save-interval", 2]
     for iterations, more in ((2, saves), (4, ["--load", tmp_path / "saved"])):
         settings = settings_in(tmp_path / str(iterations), 4) | {"train_iters": iterations, "lr_decay_iters": 4}
-        flags = ["--p-param", 0.3, "--save-replicas"]
-        done = run(place, "-m", "megatron_lossy.train", *as_flags(settings), *flags, *more)
-        assert done.returncode == 0, done.stderr
+        trained(place, settings, "--p-param", 0.3, "--save-replicas", *more)
     assert [record["updates"] for record in read_records(tmp_path / "4" / "run", "train")] == [3, 4]
 
 
@@ -213,23 +216,21 @@ def broken_mechanism(folder, source):
 def test_a_mechanism_that_does_not_fit_is_one_line(wrong, tmp_path):
     source, why = WRONG[wrong]
     broken_mechanism(tmp_path, source)
-    done = run(tmp_path, "-m", "megatron_lossy.train", "--help")
+    done = run(tmp_path, "-m", "megatron_lossy.train", "--help", status=2)
     what = f"broken: the entry point broken:Broken of megatron_lossy.mechanisms fails ({why})"
-    assert (done.returncode, done.stderr) == (2, f"megatron_lossy.train: error: {what}\n")
+    assert done.stderr == f"megatron_lossy.train: error: {what}\n"
 
 
 @pytest.mark.parametrize("program", ["megatron_lossy", "megatron_lossy.report", "megatron_lossy.launch"])
 def test_every_program_names_it(program, tmp_path):
     broken_mechanism(tmp_path, None)
-    done = run(tmp_path, "-m", program, "runs")
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "broken:Broken" in done.stderr, done.stderr
+    assert "broken:Broken" in line(tmp_path, "-m", program, "runs")
 
 
 def test_no_run_is_without_it(tmp_path):
     broken_mechanism(tmp_path, None)
     code = "from megatron_lossy.config import LossyConfig; LossyConfig()"
-    done = run(tmp_path, "-c", code)
-    assert done.returncode == 1 and "UsageError: broken: the entry point broken:Broken" in done.stderr
+    assert "UsageError: broken: the entry point broken:Broken" in run(tmp_path, "-c", code, status=1).stderr
 
 
 def test_a_phase_of_a_mechanism_takes_its_own_channel_and_schedule(tmp_path):
@@ -249,26 +250,22 @@ def test_a_phase_of_a_mechanism_takes_its_own_channel_and_schedule(tmp_path):
 
 @pytest.mark.nightly  # it makes every page
 def test_our_pages_have_nothing_of_other_packages(installed):
-    done = run(installed, "-m", "scripts.update_docs", "--check")
-    assert done.returncode == 0, done.stdout + done.stderr
+    run(installed, "-m", "scripts.update_docs", "--check")
 
 
 def test_a_flag_that_a_program_has_is_one_line(tmp_path):
     broken_mechanism(tmp_path, MECHANISM.replace("mine", "lr"))
-    done = run(tmp_path, "-m", "megatron_lossy.train", "--help")
     message = "megatron_lossy.train: error: --lr: broken.F has it, and so has the group 'training'"
-    assert done.returncode == 2 and done.stderr.startswith(message) and len(done.stderr.splitlines()) == 1, done.stderr
+    assert line(tmp_path, "-m", "megatron_lossy.train", "--help").startswith(message)
 
 
 def test_both_are_used_from_the_command_line(installed, tmp_path):
-    settings = settings_in(tmp_path, 2)
     flags = ["--p-grad", 0.5, "--loss-model", "every-other", "bernoulli", "--grad-recovery", "half"]
-    done = run(installed, "-m", "megatron_lossy.train", *as_flags(settings), *flags)
-    assert done.returncode == 0, done.stderr
+    trained(installed, settings_in(tmp_path, 2), *flags)
     records = read_records(tmp_path / "run", "train")
     assert [record["loss rate grad"] for record in records] == [0, 1, 0, 1]
     table = run(installed, "-m", "megatron_lossy.report", tmp_path)
-    assert table.returncode == 0 and "g 50 % / p 0 %" in table.stdout, table.stdout + table.stderr
+    assert "g 50 % / p 0 %" in table.stdout, table.stdout + table.stderr
 
 
 def test_the_readmes_package_can_be_installed(tmp_path):
@@ -278,8 +275,7 @@ def test_the_readmes_package_can_be_installed(tmp_path):
     (source / "pyproject.toml").write_text(PYPROJECT)
     (source / "notes.py").touch()  # another file next to it does no harm
     pip = ["-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--target", target]
-    done = run(source, *pip, source)
-    assert done.returncode == 0, done.stderr
+    run(source, *pip, source)
     rule = "from megatron_lossy.base.registry import GRAD_RECOVERIES as G; print(G.load('half').__module__)"
     assert run(target, "-c", rule).stdout == "my_rule\n"
 
@@ -295,8 +291,7 @@ def test_what_is_wrong_is_one_line(installed):
             "from megatron_lossy.config import LossyConfig\n"
             f"from megatron_lossy.base.errors import usage_errors\nwith usage_errors(): LossyConfig(grad_recovery={value!r})"
         )
-        done = run(installed, "-c", code)
-        assert done.returncode == 2 and message in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+        assert message in line(installed, "-c", code)
 
 
 def test_names_stand_in_the_class_and_in_the_registry():

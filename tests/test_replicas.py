@@ -186,18 +186,25 @@ def hit_once(rank, size, tiny, hits, mode, steps):
 HITS = [*([(1, 1, 0, bit)] for bit in (0, 22, 30, 31)), [(2, 0, 1, np.inf)], [(0, 2, 0, np.nan), (2, 1, 1, 12)]]
 
 
+def cleanly(tiny, pool):
+    return pool.run(on_ranks, 3, [("plain", tiny, None)], 4)
+
+
+def assert_repaired(tiny, hits, clean, pool):
+    """Ranks whose buckets are hit end as those of :func:`cleanly`, each hit found and repaired."""
+    for told, expected in zip(pool.run(hit_once, 3, 3, tiny, hits, "repair", 4), clean, strict=True):
+        same({k: told[k] for k in TRAINED}, {k: expected["plain"][k] for k in TRAINED})
+        assert told["metrics"]["gradient repairs by majority"] == told["metrics"]["gradient mismatches"] == len(hits)
+
+
 @pytest.fixture(scope="module")
 def clean(pool):
-    return pool.run(on_ranks, 3, [("plain", full(**BUCKETS), None)], 4)
+    return cleanly(full(**BUCKETS), pool)
 
 
 @pytest.mark.parametrize("hits", HITS)
 def test_a_rare_error_leaves_the_clean_run_bit_for_bit(hits, clean, pool):
-    tiny = full(**BUCKETS)
-    for told, expected in zip(pool.run(hit_once, 3, 3, tiny, hits, "repair", 4), clean, strict=True):
-        same({k: told[k] for k in TRAINED}, {k: expected["plain"][k] for k in TRAINED})
-        assert told["metrics"]["gradient repairs by majority"] == len(hits)
-        assert told["metrics"]["gradient mismatches"] == len(hits)
+    assert_repaired(full(**BUCKETS), hits, clean, pool)
 
 
 SCALED = {"constant": full(dtype="bf16", loss_scale=64.0, **BUCKETS), "dynamic": full(dtype="fp16", **BUCKETS)}
@@ -206,10 +213,8 @@ SCALED = {"constant": full(dtype="bf16", loss_scale=64.0, **BUCKETS), "dynamic":
 @pytest.mark.parametrize("kind", SCALED)
 def test_repaired_replicas_skip_the_same_updates(kind, pool):
     """None here, though a gradient of one is infinite."""
-    clean = pool.run(on_ranks, 3, [("plain", SCALED[kind], None)], 4)
     hits = [(1, 1, 0, float("inf")), (2, 2, 1, float("nan"))]
-    for told, expected in zip(pool.run(hit_once, 3, 3, SCALED[kind], hits, "repair", 4), clean, strict=True):
-        same({k: told[k] for k in TRAINED}, {k: expected["plain"][k] for k in TRAINED})
+    assert_repaired(SCALED[kind], hits, cleanly(SCALED[kind], pool), pool)
 
 
 def overflows(rank, tiny, config):
@@ -254,10 +259,7 @@ def test_replicas_are_repaired_where_the_optimizer_reads(overlap, pool):
     if why := missing(tiny):
         pytest.skip(why)
     hits = [(1, 1, bucket, bit) for bucket, bit in ((0, 30), (1, 22))[: 1 + overlap]]
-    clean = pool.run(on_ranks, 3, [("plain", tiny, None)], 4)
-    for told, expected in zip(pool.run(hit_once, 3, 3, tiny, hits, "repair", 4), clean, strict=True):
-        same({k: told[k] for k in TRAINED}, {k: expected["plain"][k] for k in TRAINED})
-        assert told["metrics"]["gradient repairs by majority"] == len(hits)
+    assert_repaired(tiny, hits, cleanly(tiny, pool), pool)
 
 
 def test_gradients_apart_need_real_ranks():

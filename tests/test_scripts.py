@@ -2,7 +2,6 @@
 
 import json
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -62,13 +61,12 @@ def test_contract_and_pretrain_meet_in_one_row(first):
 # --- what it says of two outcomes, and which questions it refuses (same_results.py) ----------------------------------
 
 
-SCRIPTS = Path(__file__).parents[1] / "scripts"
 CASES = ("lossless/bf16", "seed")
 
 
 @pytest.fixture
 def cases(monkeypatch):
-    monkeypatch.syspath_prepend(str(SCRIPTS))
+    monkeypatch.syspath_prepend(str(gpu_day.ROOT / "scripts"))
     from same_results_cases import all_cases
 
     return {case.name: case for case in all_cases(pretrain=True)}

@@ -9,7 +9,7 @@ import signal
 import socket
 import threading
 import time
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ from megatron_lossy.transport.stream.frames import DATA, END, Header, MalformedF
 from megatron_lossy.transport.stream.host import Host
 from tests.programs import until
 from tests.ranks import RankFailed, run_ranks
-from tests.test_udp_engine import Store, in_threads
+from tests.test_udp_engine import in_threads
 
 pytestmark = pytest.mark.shows(
     "streams: deadlines, stopped ranks, broken connections, strangers, mutated frames", device=False
@@ -40,7 +40,7 @@ UNITS = 4000  # more than the kernel keeps of it
 LONG = 60.0  # seconds
 
 
-class Ranks:
+class Ranks(AbstractContextManager):
     """Streams of ranks in this process, a host each, or on the nodes of a ``lab``. ``pause``: of relays between them.
 
     ``through(port)``: the port that a rank gets.
@@ -50,7 +50,7 @@ class Ranks:
         self.relays = {}
         if pause is not None:
             through = lambda port: self.relays.setdefault(port, Relay(port, pause)).port
-        self.size, self.units, self.store = size, units, Store()
+        self.size, self.units, self.store = size, units, dist.HashStore()
         made = Settings(**{"deadline": LONG} | flags)
         if lab is None:
             self.hosts = [Host(made, "127.0.0.1") for _ in range(size)]
@@ -96,9 +96,6 @@ class Ranks:
         link.resolve = resolve
         for one in (*self.relays.values(), *self.hosts):
             one.close()
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, *_):
         self.close()
@@ -224,15 +221,27 @@ def test_a_broken_connection_is_loss_until_it_is_back():
         assert all(one.all() for one in ranks.exchange(2))
 
 
+def one_way(ranks, number):
+    """Begin to send a message from rank 1 to rank 0. Returns the transfers of both."""
+    got, sent = (np.full(UNITS * UNIT, value, np.uint8) for value in (0, 1))
+    taking, giving = (
+        channel.post("grad", number, 0, [None, at]) for channel, at in zip(ranks.channels, (got.ctypes.data, None))
+    )
+    taking.keep, giving.keep = got, sent
+    ranks.channels[1].send("grad", number, 0, [sent.ctypes.data, None])
+    return taking, giving
+
+
+def finish(*transfers):
+    for one in transfers:
+        one.finish(LONG)
+
+
 def test_a_rank_that_only_takes_is_no_silent_one():
     with Ranks(2, peer_timeout=2.0, pause=0.01) as ranks:
-        got, sent = (np.full(UNITS * UNIT, value, np.uint8) for value in (0, 1))
-        taking, giving = (
-            channel.post("grad", 0, 0, [None, at]) for channel, at in zip(ranks.channels, (got.ctypes.data, None))
-        )
-        ranks.channels[1].send("grad", 0, 0, [sent.ctypes.data, None])
-        giving.finish(LONG)
-        taking.finish(LONG)
+        taking, giving = one_way(ranks, 0)
+        got = taking.keep
+        finish(giving, taking)
         assert taking.arrived[1].all() and got.all()
 
 

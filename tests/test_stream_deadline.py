@@ -4,7 +4,6 @@ import math
 import random
 import threading
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,7 +13,7 @@ from megatron_lossy.transport.stream import link
 from megatron_lossy.transport.stream.deadline import Looks, Pace
 from tests.programs import until
 from tests.test_lab import needs_lab
-from tests.test_stream import LONG, UNIT, UNITS, Ranks
+from tests.test_stream import LONG, UNIT, UNITS, Ranks, finish, one_way
 
 pytestmark = pytest.mark.shows("streams: the automatic deadline cuts tails, as far as the user accepts", device=False)
 
@@ -112,22 +111,6 @@ def test_before_ten_exchanges_nothing_is_late():
 
 
 # --- links that stall ----------------------------------------------------------------------------------------------------
-
-
-def one_way(ranks, number):
-    """Begin to send a message from rank 1 to rank 0. Returns the transfers of both."""
-    got, sent = (np.full(UNITS * UNIT, value, np.uint8) for value in (0, 1))
-    taking, giving = (
-        channel.post("grad", number, 0, [None, at]) for channel, at in zip(ranks.channels, (got.ctypes.data, None))
-    )
-    taking.keep, giving.keep = got, sent
-    ranks.channels[1].send("grad", number, 0, [sent.ctypes.data, None])
-    return taking, giving
-
-
-def finish(*transfers):
-    for one in transfers:
-        one.finish(LONG)
 
 
 @pytest.mark.parametrize("rest", [0.05, 0.5])

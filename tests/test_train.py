@@ -19,6 +19,7 @@ from megatron_lossy.lab.train.arguments import configurations, make_parser, read
 from megatron_lossy.lab.train.config import TrainConfig
 from megatron_lossy.lab.train.data import same_everywhere
 from megatron_lossy.lab.train.saved import check_folders
+from tests import trainer
 from tests.programs import ROOT, Program, until
 from tests.ranks import RankFailed, logged, run_ranks
 from tests.trainer import TINY, as_flags, checkpoint_bytes, in_iteration, read_records, recorded_losses, train_runs
@@ -72,8 +73,6 @@ def test_overlap_evaluation_and_saving_change_nothing(data, tmp_path):
 
 
 def test_metrics_and_lines(data, tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     base = TINY | data | {"train_iters": 30, "eval_interval": 20, "log_interval": 10, "save": str(tmp_path / "run")}
     base["tensorboard_dir"] = str(tmp_path / "tensorboard")
     loss = {"p_grad": 0.2, "loss_unit": "packet", "packet_bytes": 64, "eval_weights": "owner"}
@@ -108,8 +107,7 @@ def test_metrics_and_lines(data, tmp_path):
     assert valid["weights"] == "owner" and float(loss) == pytest.approx(valid["lm loss"], rel=1e-6)
     assert float(ppl) == pytest.approx(math.exp(valid["lm loss"]), rel=1e-5)
     assert summaries[0]["valid"]["owner"] == valid["lm loss"]
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
+    events = trainer.tensorboard(tmp_path / "tensorboard")
     for name in ("lm loss", "loss rate grad", "survivors mean"):
         assert [event.value for event in events.Scalars(name)] == pytest.approx([record[name] for record in train])
 

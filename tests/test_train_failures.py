@@ -21,7 +21,7 @@ from megatron_lossy.base.errors import UsageError
 from megatron_lossy.lab.train.process import lost_contact
 from tests.programs import Program, run_program, start_ranks
 from tests.ranks import run_ranks
-from tests.trainer import TINY, as_flags, checkpoint_bytes, read_records, recorded_losses, write_data
+from tests.trainer import TINY, as_flags, checkpoint_bytes, read_records, recorded_losses, saved_replicas, write_data
 
 pytestmark = pytest.mark.shows("who is blamed for what cannot be read or written", device=False)
 
@@ -234,11 +234,8 @@ def test_killed_ranks_continue_bit_for_bit(size, data, tmp_path):
     assert checkpoint_bytes(once, ITERATIONS) == checkpoint_bytes(often, ITERATIONS)
     last = [record["lm loss"] for record in read_records(once, "valid")[-2:]]
     assert last[0] != last[1]  # replicas differ from the owners' weights, or nothing was to be restored
-    replicas = [
-        [file.read_bytes() for file in sorted((run / f"iter_{ITERATIONS:07d}" / "lossy_replicas").iterdir())]
-        for run in (once, often)
-    ]
-    assert replicas[0] == replicas[1] and len(replicas[0]) == size
+    assert saved_replicas(once, ITERATIONS) == saved_replicas(often, ITERATIONS)
+    assert len(saved_replicas(once, ITERATIONS)) == size
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ from megatron_lossy.transport.base import CollectiveWire
 from megatron_lossy.transport.network import consecutive_nodes, find_nodes
 from tests.ranks import RankFailed, each, run_ranks
 from tests.reference import ReferenceReduce, pieces, reference_gather
-from tests.rules import delivered, reduce
+from tests.rules import delivered, delivered_among, reduce
 
 pytestmark = pytest.mark.shows("lossy collectives of a plain process group, N = 1 to 4")
 
@@ -76,9 +76,7 @@ def deliveries(config, phase, size, shards, step):
     counts = [len(pieces(shard, elements_of(config, shard))) for shard in shards]
     total = 1 if config.loss_unit == "shard" else sum(counts)
     network = Network(config, phase, size)
-    arrived = np.array(
-        [[delivered(network, Exchange(phase, Stream(), step), a, b, total) for b in range(size)] for a in range(size)]
-    )
+    arrived = delivered_among(range(size), network, Exchange(phase, Stream(), step), total)
     if config.loss_unit == "shard":
         return [arrived for _ in shards]
     starts = np.cumsum([0, *counts])
@@ -101,19 +99,22 @@ def test_reduce_scatter_against_the_reference(size, unit):
     ]
     calls = [(size, config, shards, config.lossy_self) for config in configs]
     for config, *real in zip(configs, *run_ranks(each, size, exchange_grads, calls), strict=True):
-        references = [
-            ReferenceReduce(config.grad_recovery, size, shard, elements_of(config, shard)) for shard in shards
-        ]
-        for step in range(STEPS):
-            arrived = deliveries(config, "grad", size, shards, step)
-            for bucket, shard in enumerate(shards):
-                grads = np.array([gradients(step, rank, size, shard) for rank in range(size)])
-                expected = references[bucket](grads.reshape(size, size, shard), arrived[bucket])
-                got = np.array([real[rank][step][bucket] for rank in range(size)])
-                if size <= 2:
-                    np.testing.assert_array_equal(got, expected)
-                else:
-                    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+        assert_reduced(config, real, size, shards, exact=size <= 2)
+
+
+def assert_reduced(config, real, size, shards, exact):
+    """The gradients that each rank got are those of the reference, to the last bit if ``exact``."""
+    references = [ReferenceReduce(config.grad_recovery, size, shard, elements_of(config, shard)) for shard in shards]
+    for step in range(STEPS):
+        arrived = deliveries(config, "grad", size, shards, step)
+        for bucket, shard in enumerate(shards):
+            grads = np.array([gradients(step, rank, size, shard) for rank in range(size)])
+            expected = references[bucket](grads.reshape(size, size, shard), arrived[bucket])
+            got = np.array([real[rank][step][bucket] for rank in range(size)])
+            if exact:
+                np.testing.assert_array_equal(got, expected, f"{config}, step {step}")
+            else:
+                np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
 
 def gather_params(rank, size, config, shards, asynchronous):

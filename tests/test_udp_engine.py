@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
@@ -39,29 +40,6 @@ has_ipv6 = (
 )
 
 
-class Store:
-    """A store of threads of one process."""
-
-    def __init__(self):
-        self.values = {}
-        self.changed = threading.Condition()
-
-    def set(self, key, value):
-        with self.changed:
-            self.values[key] = value
-            self.changed.notify_all()
-
-    def get(self, key):
-        with self.changed:
-            assert self.changed.wait_for(lambda: key in self.values, 20), f"nobody set {key}"
-            return self.values[key]
-
-
-def store_in(folder):
-    """Return a store of several processes."""
-    return dist.FileStore(f"{folder}/store", -1)
-
-
 def in_threads(size, function):
     """Call ``function(rank)`` for all ranks at once; what each returned or raised."""
     results = [None] * size
@@ -81,14 +59,14 @@ def in_threads(size, function):
     return results
 
 
-class Ranks:
+class Ranks(AbstractContextManager):
     """Engines and channels of several ranks in this process."""
 
     def __init__(self, size=2, names=("dense",), address="127.0.0.1", buckets=BUCKETS, sockets=None, **settings):
         self.size, self.buckets, self.lines = size, buckets, []
         each = sockets or [{}] * size
         self.engines = [Engine(Settings(**settings, **extra), address, self.lines.append) for extra in each]
-        self.store = Store()
+        self.store = dist.HashStore()
         self.channels = {}
         for name in names:
             opened = in_threads(size, lambda rank: self.engines[rank].open(name, rank, size, self.store, name, buckets))  # noqa: B023
@@ -99,9 +77,6 @@ class Ranks:
             self.channels[name] = opened
         self.dense = self.channels[names[0]]
         self.kept = []
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, kind, *_):
         self.close()
@@ -272,7 +247,7 @@ def test_ranks_that_differ_are_refused(change, message):
 
 @pytest.mark.parametrize(("shard", "dtypes"), [((1000, 1001), ("bf16", "bf16")), ((1000, 1000), ("bf16", "fp16"))])
 def test_buckets_that_differ_are_refused_on_both_ranks(shard, dtypes):
-    store = Store()
+    store = dist.HashStore()
 
     def run(rank):
         with Engine(Settings(), "127.0.0.1") as engine:
@@ -284,7 +259,7 @@ def test_buckets_that_differ_are_refused_on_both_ranks(shard, dtypes):
 
 def test_a_rank_that_is_not_reached_is_named_on_all_ranks(monkeypatch):
     monkeypatch.setattr("megatron_lossy.transport.udp.channel.PROBE_TIME", 0.3)
-    store, silent = Store(), [socket.socket(socket.AF_INET, socket.SOCK_DGRAM) for _ in range(2)]
+    store, silent = dist.HashStore(), [socket.socket(socket.AF_INET, socket.SOCK_DGRAM) for _ in range(2)]
 
     def run(rank):
         with silent[rank], Engine(Settings(), "127.0.0.1") as engine:
@@ -417,7 +392,7 @@ def test_closing_waits_until_the_others_have_everything():
 
 
 def _process(rank, size, folder, steps, pause, results):
-    store, shard = store_in(folder), BUCKETS["grad"][0][0]
+    store, shard = dist.FileStore(folder, -1), BUCKETS["grad"][0][0]
     try:
         with Engine(Settings(peer_timeout=20), "127.0.0.1") as engine:
             channel = engine.open("dense", rank, size, store, "p", BUCKETS)
@@ -445,16 +420,16 @@ def _process(rank, size, folder, steps, pause, results):
 @pytest.fixture
 def processes(tmp_path):
     context = multiprocessing.get_context("fork")
-    results = context.Queue()
+    results, folder = context.Queue(), str(tmp_path / "store")
     started = []
 
     def start(size, steps, pause):
         for rank in range(size):
-            process = context.Process(target=_process, args=(rank, size, str(tmp_path), steps, pause, results))
+            process = context.Process(target=_process, args=(rank, size, folder, steps, pause, results))
             process.start()
             started.append(process)
         for rank in range(size):
-            store_in(tmp_path).get(f"begun/{rank}")
+            dist.FileStore(folder, -1).get(f"begun/{rank}")
         return started
 
     yield start, lambda: results.get(timeout=60)
@@ -491,8 +466,9 @@ def test_a_program_that_closes_nothing_ends():
     program = f"""
 import numpy as np
 from megatron_lossy.transport.udp import Engine, Settings
-from tests.test_udp_engine import Store, in_threads
-store, engines, data = Store(), [Engine(Settings(rate=5e6), "127.0.0.1") for _ in range(2)], np.zeros(10**7, np.uint8)
+from torch.distributed import HashStore
+from tests.test_udp_engine import in_threads
+store, engines, data = HashStore(), [Engine(Settings(rate=5e6), "127.0.0.1") for _ in range(2)], np.zeros(10**7, np.uint8)
 channels = in_threads(2, lambda rank: engines[rank].open("x", rank, 2, store, "p", {{"grad": [(10**7, {UNIT})]}}))
 channels[0].send("grad", 0, 0, [None, data.ctypes.data])
 """

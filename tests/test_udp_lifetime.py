@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
+from torch.distributed import FileStore, HashStore
 
 from megatron_lossy.base import native
 from megatron_lossy.config import LossyConfig
@@ -26,20 +27,17 @@ from megatron_lossy.transport.udp.library import load
 from tests.programs import until
 from tests.ranks import run_ranks
 from tests.rules import reduce
-from tests.test_udp_engine import UNIT, Ranks, Store, in_threads, store_in
+from tests.test_udp_engine import UNIT, Ranks, in_threads
 
 pytestmark = pytest.mark.shows("memory, threads and sockets: closing under load, fork, forged ICMP", device=False)
-
-NEEDS_RAW = pytest.mark.skipif(
-    not hasattr(socket, "SOCK_RAW") or os.geteuid() != 0, reason="forging ICMP needs a raw socket, and so root"
-)
 
 
 BEGIN = """
 import os, sys, time
 from megatron_lossy.base import native
 from megatron_lossy.transport.udp import Engine, Settings
-from tests.test_udp_engine import Store, in_threads, store_in
+from torch.distributed import FileStore, HashStore
+from tests.test_udp_engine import in_threads
 """
 
 
@@ -124,7 +122,7 @@ def test_two_threads_may_wait_for_one_transfer():
 def test_a_channel_is_closed_while_somebody_asks_for_reports():
     """Between the engine's answer and what is made of it: also then the handle is there."""
     buckets = {"grad": [(20 * UNIT, UNIT)]}
-    store, engines = Store(), [Engine(Settings(), "127.0.0.1") for _ in range(2)]
+    store, engines = HashStore(), [Engine(Settings(), "127.0.0.1") for _ in range(2)]
     channels = in_threads(2, lambda r: engines[r].open("x", r, 2, store, "p", buckets, reported=("grad",)))
     data, pieces = np.ones((2, 20 * UNIT), np.uint8), np.zeros((2, 20 * UNIT), np.uint8)
     channels[1].post("grad", 0, 0, [pieces[0].ctypes.data, None])
@@ -178,7 +176,7 @@ def test_who_waits_sleeps_in_the_engine():
 # ---- Fork ----
 
 FORKS = """
-store, engines = Store(), [Engine(Settings(), "127.0.0.1") for _ in range(2)]
+store, engines = HashStore(), [Engine(Settings(), "127.0.0.1") for _ in range(2)]
 channels = in_threads(2, lambda r: engines[r].open("x", r, 2, store, "p", {"grad": [(1000, 100)]}))
 
 def sockets():
@@ -210,7 +208,7 @@ def test_a_killed_rank_is_noticed_though_its_child_lives(tmp_path):
     """A data loader's worker that outlives it must not keep its port open."""
     program = """
 engine = Engine(Settings(), "127.0.0.1")
-channel = engine.open("x", 1, 2, store_in(sys.argv[1]), "p", {"grad": [(1000, 100)]})
+channel = engine.open("x", 1, 2, FileStore(sys.argv[1] + "/store", -1), "p", {"grad": [(1000, 100)]})
 child = os.fork()
 if not child:
     time.sleep(60)
@@ -221,7 +219,7 @@ time.sleep(60)
     with Engine(Settings(peer_timeout=300), "127.0.0.1") as engine:
         other = subprocess.Popen([sys.executable, "-c", BEGIN + program, tmp_path], stdout=subprocess.PIPE, text=True)
         try:
-            channel = engine.open("x", 0, 2, store_in(tmp_path), "p", {"grad": [(1000, 100)]})
+            channel = engine.open("x", 0, 2, FileStore(f"{tmp_path}/store", -1), "p", {"grad": [(1000, 100)]})
             child = int(other.stdout.readline())
             os.kill(other.pid, signal.SIGKILL)
             other.wait()
@@ -258,7 +256,9 @@ def unreachable(source, destination):
     return struct.pack("!BBHI", 3, 3, checksum(head + inner), 0) + inner
 
 
-@NEEDS_RAW
+@pytest.mark.skipif(
+    not hasattr(socket, "SOCK_RAW") or os.geteuid() != 0, reason="forging ICMP needs a raw socket, and so root"
+)
 def test_forged_icmp_does_not_end_a_channel():
     """Both sides are there and idle: whoever claims that a port is closed is not believed."""
     with Ranks(2) as ranks, socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_ICMP) as forger:
@@ -405,7 +405,7 @@ ssize_t sendmsg(int fd, const struct msghdr *message, int flags) /* a control me
 """
 EXCHANGE = """
 import numpy as np
-store, engines = Store(), [Engine(Settings(), "127.0.0.1") for _ in range(2)]
+store, engines = HashStore(), [Engine(Settings(), "127.0.0.1") for _ in range(2)]
 channels = in_threads(2, lambda r: engines[r].open("x", r, 2, store, "p", {"grad": [(1408 * 200, 1408)]}))
 sent, came = np.ones(1408 * 200, np.uint8), np.zeros(1408 * 200, np.uint8)
 transfer = channels[0].post("grad", 0, 0, [None, came.ctypes.data])
@@ -436,7 +436,7 @@ def test_a_kernel_that_does_not_cut_datagrams_is_noticed(tmp_path):
 def test_all_channels_together_promise_the_buffer_once():
     """Rank 0 is in two channels with two others each: what all may have on the way fits its buffer."""
     members = {"a": [0, 1, 2], "b": [0, 3, 4], "c": [0, 1, 3]}
-    store, engines = Store(), [Engine(Settings(socket_buffer=1 << 20), "127.0.0.1") for _ in range(5)]
+    store, engines = HashStore(), [Engine(Settings(socket_buffer=1 << 20), "127.0.0.1") for _ in range(5)]
     buckets = {"grad": [(100 * UNIT, UNIT)]}
     try:
         channels = {}
@@ -493,7 +493,7 @@ def test_a_closed_group_is_kept_by_nobody(flags):
 
 def test_counters_may_be_asked_for_while_the_channel_is_closed():
     """They are those at its end from then on, whichever comes first."""
-    store = Store()
+    store = HashStore()
     with Engine(Settings(), "127.0.0.1") as first, Engine(Settings(), "127.0.0.1") as second:
         for turn in range(20):
             with ThreadPoolExecutor(3) as pool:

@@ -29,10 +29,8 @@ def pretend():
     warnings.simplefilter("ignore")
     os.environ["LOCAL_RANK"] = "0"
     from tests.impostor import device
-    from tests.impostor.tracker import Tracker
 
-    tracker = Tracker()
-    device.install(tracker)
+    tracker = device.tracked()
     from megatron_lossy.base.device import init_process_group
 
     init_process_group("cpu:gloo,cuda:nccl")
@@ -54,6 +52,18 @@ def pretend():
     return tracker, made, watched
 
 
+def exchange(collective, aside, group, outputs, inputs, step):
+    """Begin a collective of each bucket on the stream ``aside``, if there is one, and wait for them on the current one."""
+    if aside is not None:
+        aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        begun = [
+            collective(group, bucket, outputs[bucket], inputs[bucket], step, async_op=True) for bucket in range(BUCKETS)
+        ]
+    for transfer in begun:
+        transfer.wait()
+
+
 def exchanges(rank, size, shard, flags):
     """Exchanges of both phases that begin on a stream of their own, on the device and on the CPU.
 
@@ -70,31 +80,17 @@ def exchanges(rank, size, shard, flags):
         results[kind] = []
         for step in range(STEPS):
             grads = [torch.randn(size * shard, generator=draws).to(kind) for _ in range(BUCKETS)]
-            aside, here = torch.cuda.Stream() if kind == "cuda" else None, torch.cuda.current_stream()
+            aside = None
             if kind == "cuda":
-                aside.wait_stream(here)
+                aside = torch.cuda.Stream()
                 watched(True)
                 tracker.phase = "exchanges"
-            with torch.cuda.stream(aside):
-                one = [
-                    lossy_reduce_scatter(group, bucket, outputs[bucket], grads[bucket], step, async_op=True)
-                    for bucket in range(BUCKETS)
-                ]
-            for transfer in one:
-                transfer.wait()
+            exchange(lossy_reduce_scatter, aside, group, outputs, grads, step)
             group.finish_step(step, True)
             owned = [replica.chunk(size)[rank] for replica in replicas]
             for mine, gradient in zip(owned, outputs, strict=True):
                 mine.add_(gradient)
-            if kind == "cuda":
-                aside.wait_stream(here)
-            with torch.cuda.stream(aside):
-                other = [
-                    lossy_all_gather(group, bucket, replicas[bucket], owned[bucket], step, async_op=True)
-                    for bucket in range(BUCKETS)
-                ]
-            for transfer in other:
-                transfer.wait()
+            exchange(lossy_all_gather, aside, group, replicas, owned, step)
             tracker.phase = "between"
             watched(False)
             results[kind] += [tensor.cpu().clone() for tensor in (*outputs, *replicas)]

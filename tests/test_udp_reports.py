@@ -80,6 +80,13 @@ def check(world, handles, sent, must, step=0):
             assert (piece[~whole] == 0xEE).all()
 
 
+def exchanged(world, must, copies=(1, 0), step=0, shard=SHARD):
+    """Make a whole exchange, and check it."""
+    handles, sent = exchange(world, must, copies, step, shard)
+    run(world, handles, step)
+    check(world, handles, sent, must, step)
+
+
 @pytest.mark.parametrize("cipher", [False, True])
 @pytest.mark.parametrize(
     ("p", "copies"), [(0.0, (1, 0)), (0.3, (1, 0)), (0.3, (10, 5)), (0.6, (10, 2)), (0.6, (5, 14))]
@@ -88,9 +95,7 @@ def test_what_must_arrive_does_and_the_rest_is_reported(p, copies, cipher):
     must = [some(3, UNITS, 0.3, rank) for rank in range(3)]
     with World(3, {"grad": [(SHARD, UNIT)]}, losing(p, 1), cipher=cipher, **REPORTED) as world:
         for step in range(4):
-            handles, sent = exchange(world, must, copies, step)
-            run(world, handles, step)
-            check(world, handles, sent, must, step)
+            exchanged(world, must, copies, step)
         counters = world.nodes[0].counters(1)
         assert (counters["resent"] > 0) == (p > 0)
         assert (counters["copies"] > 0) == (copies[1] > 0)
@@ -111,9 +116,7 @@ def test_lost_words_are_said_again(kinds):
         return [] if lost else [now + 5 * MS]
 
     with World(2, {"grad": [(shard, UNIT)]}, link, window=4000, eager=1 << 24, **REPORTED) as world:
-        handles, sent = exchange(world, must, (8, 1), shard=shard)
-        run(world, handles)
-        check(world, handles, sent, must)
+        exchanged(world, must, (8, 1), shard=shard)
 
 
 def test_reports_come_although_the_exchange_is_gone():
@@ -161,9 +164,7 @@ def test_a_lost_unit_that_must_arrive_takes_a_round_trip_and_with_a_copy_none():
             return [] if kind == DATA and fields["index"] == 3 and not fields["tag"] else [now + 5 * MS]
 
         with World(2, {"grad": [(SHARD, UNIT)]}, link, **REPORTED) as world:
-            handles, sent = exchange(world, must, copies)
-            run(world, handles)
-            check(world, handles, sent, must)
+            exchanged(world, must, copies)
             got = world.nodes[0].exchanges["grad", 0, 0]
             took[copies] = (got.over_at - got.posted_at) / MS
     assert 5 <= took[2, 1] < 8 and 15 < took[1, 0] < 19
@@ -184,9 +185,7 @@ def test_what_is_asked_for_comes_twice():
         return [now + 5 * MS] if len(again.get((source, destination), [])) > 1 else []
 
     with World(2, {"grad": [(SHARD, UNIT)]}, link, **REPORTED) as world:
-        handles, sent = exchange(world, must)
-        run(world, handles)
-        check(world, handles, sent, must)
+        exchanged(world, must)
         got = world.nodes[0].exchanges["grad", 0, 0]
         assert 15 * MS < got.over_at - got.posted_at < 20 * MS
     assert [len(times) for times in again.values()] == [2, 2]

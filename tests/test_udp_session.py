@@ -8,13 +8,14 @@ import logging
 import subprocess
 
 import pytest
+from torch.distributed import HashStore
 
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.transport.network import _say_open, read_key_file
 from megatron_lossy.transport.settings import settings_of
 from megatron_lossy.transport.udp import Engine, Settings, session
-from tests.test_udp_engine import BUCKETS, Store, in_threads
+from tests.test_udp_engine import BUCKETS, in_threads
 
 pytestmark = pytest.mark.shows("keys of a channel; a store that others write to", device=False)
 
@@ -76,7 +77,7 @@ def test_everything_that_was_said_changes_every_key():
         assert not known & other
 
 
-class Replaying(Store):
+class Replaying(HashStore):
     """An attacker writes to the store: some keys keep what they had in an earlier session."""
 
     def __init__(self, earlier, keeps):
@@ -84,9 +85,7 @@ class Replaying(Store):
         self.earlier, self.keeps = earlier, keeps
 
     def get(self, key):
-        if self.keeps(key):
-            return self.earlier.values[key]
-        return super().get(key)
+        return self.earlier.get(key) if self.keeps(key) else super().get(key)
 
 
 @pytest.fixture
@@ -110,7 +109,7 @@ def opened(store, stores=None):
 @pytest.mark.parametrize("replayed", ["/hello/0", "/hello/1", "/hello/"])
 def test_a_store_that_replays_an_old_session_brings_back_no_key(keys, replayed):
     """A rank's own greeting does not matter; with the random number of either end alone every key is a new one."""
-    first = Store()
+    first = HashStore()
     assert opened(first) == [None, None]
     assert len(set(keys)) == 2 and len(keys) == 4  # each direction, at both ends
     earlier = set(keys)
@@ -126,7 +125,7 @@ def test_a_store_that_replays_an_old_session_brings_back_no_key(keys, replayed):
 )
 def test_who_changes_what_a_rank_has_said_is_noticed(change):
     """Before any exchange: what reached rank 1 is not what rank 0 has said."""
-    store = Store()
+    store = HashStore()
 
     class Changed:
         set = staticmethod(store.set)

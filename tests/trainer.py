@@ -92,6 +92,21 @@ def checkpoint_bytes(folder: Path, iteration: int) -> dict:
     return {key: value.reshape(-1).view(torch.uint8).numpy().tobytes() for key, value in state.items()}
 
 
+def saved_replicas(folder: Path, iteration: int) -> list[bytes]:
+    """Return the files of replicas of a checkpoint."""
+    files = sorted((folder / f"iter_{iteration:07d}" / "lossy_replicas").iterdir())
+    return [file.read_bytes() for file in files]
+
+
+def tensorboard(folder: Path):
+    """Return the events for TensorBoard in ``folder``."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return events
+
+
 def weights_of(folder: Path) -> dict[str, bytes]:
     """Return the owners' weights and the optimizer's moments in the last checkpoint."""
     found = checkpoint_bytes(folder, latest_iteration(folder))

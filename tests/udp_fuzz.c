@@ -1,6 +1,6 @@
 /* Mutated datagrams against the engine's handle(): udp_fuzz COUNT SEED CIPHER. Built with the engine inside, and
  * sanitizers; ends with a line of what was refused, or with status 1 and the line. */
-#include "udp_hooks.c"
+#include "udp_draws.h"
 
 enum { RANKS = 3, UNIT = 64, SHARD = 10 * UNIT - 7, UNITS = 10, BUCKETS = 4, MEMORY = 200000, GUARD = 32, WINDOW = 8000, STEPS = 50 };
 
@@ -8,20 +8,6 @@ static void fail(int line)
 {
     fprintf(stderr, "udp_fuzz.c:%d\n", line);
     exit(1);
-}
-
-static uint64_t state;
-static uint32_t draw(uint32_t below)
-{
-    state = state * 6364136223846793005u + 1442695040888963407u;
-    return (uint32_t)((state >> 33) % (below ? below : 1));
-}
-
-static struct sockaddr_in address_of(int rank)
-{
-    struct sockaddr_in a = {.sin_family = AF_INET, .sin_port = htons((uint16_t)(1000 + rank))};
-    a.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    return a;
 }
 
 static struct channel *open_channel(struct engine *e, uint32_t rank)
@@ -33,7 +19,7 @@ static struct channel *open_channel(struct engine *e, uint32_t rank)
             if (ml_bucket(c, phase, b, SHARD, UNIT, 0, phase == 0 && b % 2))
                 fail(__LINE__);
     for (uint32_t i = 0; i < RANKS; i++) {
-        struct sockaddr_in a = address_of((int)i);
+        struct sockaddr_in a = address_of(i);
         if (i != rank && ml_member(c, i, (struct sockaddr *)&a, sizeof a, i, WINDOW, WINDOW, 1 << 20, key, key, 0))
             fail(__LINE__);
     }
@@ -119,7 +105,7 @@ int main(int count_of_arguments, char **arguments)
     struct sockaddr_in from[RANKS + 1];
     struct engine *engines[RANKS]; /* the first is fuzzed, with mutations of what the others send */
     struct channel *channels[RANKS];
-    for (int i = 0; i <= RANKS; i++)
+    for (uint32_t i = 0; i <= RANKS; i++)
         from[i] = address_of(i);
     for (uint32_t i = 1; i < RANKS; i++)
         for (uint32_t k = 0; k < SHARD; k++)

@@ -5,7 +5,7 @@
  * freed as soon as the contract allows: a sanitizer sees what the engine touches after that. Data reported as arrived are compared with
  * those sent. At the end of an epoch the network is well again: then everything must come to its end.
  * Prints what happened; status 1 and the line of what was wrong. */
-#include "udp_hooks.c"
+#include "udp_draws.h"
 
 enum { RANKS = 3, UNIT = 64, BUCKETS = 3, NEAR = 5, PENDING = 64, MEMORY = 150000, WAYS = 1 << 17, PACKET = 64 };
 
@@ -15,7 +15,7 @@ static const struct { int phase; uint32_t bucket, shard; } kinds[] = {
 enum { KINDS = sizeof kinds / sizeof *kinds };
 static int chooses(int kind) { return kinds[kind].phase == 0 && kinds[kind].bucket > 0; }
 
-static uint64_t state, epoch;
+static uint64_t epoch;
 static uint64_t counted[9];
 enum { POSTED, SENT, OVER, LEFT_OPEN, CLOSES, EPOCHS, CUTS, LOST, WITHOUT };
 
@@ -23,12 +23,6 @@ static void fail(int line, const char *what)
 {
     fprintf(stderr, "udp_stateful.c:%d: %s (epoch %llu)\n", line, what, (unsigned long long)epoch);
     exit(1);
-}
-
-static uint32_t draw(uint32_t below)
-{
-    state = state * 6364136223846793005u + 1442695040888963407u;
-    return (uint32_t)((state >> 33) % (below ? below : 1));
 }
 
 /* ---- The network ---- */
@@ -81,13 +75,6 @@ struct caller {
 };
 static struct caller callers[RANKS];
 static ns now = SECOND;
-
-static struct sockaddr_in address_of(uint32_t rank)
-{
-    struct sockaddr_in a = {.sin_family = AF_INET, .sin_port = htons((uint16_t)(1000 + rank))};
-    a.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    return a;
-}
 
 static uint8_t right(uint32_t from, uint32_t to, int kind, uint32_t step, uint32_t offset)
 {

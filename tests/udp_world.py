@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import functools
@@ -263,7 +264,7 @@ def fields_of(datagram: bytes) -> tuple[int, dict[str, int]]:
     return kind, fields
 
 
-class World:
+class World(contextlib.AbstractContextManager):
     """Nodes and the network between them; ``now`` jumps to what happens next.
 
     ``link(source, destination, datagram, now)``: the times at which copies of it arrive; none if it is lost.
@@ -276,9 +277,6 @@ class World:
         self.stopped: set[int] = set()
         self.on_the_way: list = []
         self._count = itertools.count()
-
-    def __enter__(self) -> World:
-        return self
 
     def __exit__(self, *_: object) -> None:
         for node in self.nodes:

@@ -234,6 +234,15 @@ def install(tracker: Tracker | None = None, devices: int = 1) -> None:
     torch._dynamo.config._config["disable"].default = True
 
 
+def tracked(backends: str | None = None, devices: int = 1) -> Tracker:
+    """Install with a new tracker and return it. ``backends``: those of a process group, which begins then."""
+    tracker = Tracker()
+    install(tracker, devices)
+    if backends is not None:
+        torch.distributed.init_process_group(backends)
+    return tracker
+
+
 def install_with_tracker() -> None:
     """As :func:`install`, with a tracker of its own: what nobody has waited for is not there yet."""
     install(Tracker())

@@ -119,11 +119,8 @@ def compare(rank: int, size: int, some: list[Case], mutation: str | None = None)
 
     from . import device
     from .mutations import MUTATIONS
-    from .tracker import Tracker
 
-    tracker = Tracker()
-    device.install(tracker)
-    dist.init_process_group("cpu:gloo,cuda:nccl")
+    tracker = device.tracked("cpu:gloo,cuda:nccl")
     if mutation is not None:
         MUTATIONS[mutation]()
     differ = []
@@ -146,16 +143,10 @@ def kernels(rank: int, size: int, some: list[Case], packet_bytes: int) -> list[i
     import torch.distributed as dist
 
     from . import device
-    from .tracker import Tracker
 
-    found = []
-    dist_made = False
+    found: list[int] = []
     for case in some:
-        tracker = Tracker()
-        device.install(tracker)
-        if not dist_made:
-            dist.init_process_group("cpu:gloo,cuda:nccl")
-            dist_made = True
+        tracker = device.tracked(None if found else "cpu:gloo,cuda:nccl")
         begin = functools.partial(setattr, tracker, "phase")
         exchange(rank, size, case, "cuda", packet_bytes, begin=begin, shard=_EVEN)
         by_step = [
@@ -174,10 +165,8 @@ def sequences(
     import torch.distributed as dist
 
     from . import device
-    from .tracker import Tracker
 
-    tracker = Tracker()
-    device.install(tracker)
+    tracker = device.tracked()
     device.add_hpu()
     if mutation is not None:
         mutation()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import io
 import os
 from collections.abc import Callable
@@ -18,23 +19,29 @@ def _on_device(program: Callable[[], Any], devices: int = 1) -> tuple[Any, Track
     """Run ``program`` on a new device; return its result and the tracker."""
     from . import device
 
-    tracker = Tracker()
-    device.install(tracker, devices)
+    tracker = device.tracked(devices=devices)
     result = program()
     torch.zeros(1, device="cuda")  # it also reports the blocks freed last
     return result, tracker
 
 
+def _of_device(devices: int = 1) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Have a function of a rank run on a new device."""
+
+    def decorated(program: Callable[..., Any]) -> Callable[..., Any]:
+        return functools.wraps(program)(lambda *args: _on_device(functools.partial(program, *args), devices)[0])
+
+    return decorated
+
+
+@_of_device()
 def follow_pointer(rank: int) -> int:
     """Read device memory on the host."""
-
-    def program() -> int:
-        tensor = torch.ones(4, device="cuda")
-        return ctypes.c_float.from_address(tensor.data_ptr()).value
-
-    return _on_device(program)[0]
+    tensor = torch.ones(4, device="cuda")
+    return ctypes.c_float.from_address(tensor.data_ptr()).value
 
 
+@_of_device(devices=2)
 def error_of(rank: int, name: str) -> str:
     """Return the error of a program that mixes devices."""
     mixing = {
@@ -42,15 +49,11 @@ def error_of(rank: int, name: str) -> str:
         "index_select": lambda: torch.ones(2, device="cuda").index_select(0, torch.tensor([0])),
         "other": lambda: torch.ones(2, device="cuda:0") + torch.ones(2, device="cuda:1"),
     }
-
-    def program() -> str:
-        try:
-            mixing[name]()
-        except RuntimeError as error:
-            return str(error)
-        return "no error"
-
-    return _on_device(program, devices=2)[0]
+    try:
+        mixing[name]()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
 
 
 def stalls_of(rank: int, name: str) -> list[str]:
@@ -123,55 +126,44 @@ def faults_of(rank: int, name: str) -> list[str]:
     return sorted(set(faults)) + ["not there yet"] * (result is False)
 
 
+@_of_device()
 def ask_twice(rank: int) -> list[bool]:
     """Return the answers of an event of a busy device."""
-
-    def program() -> list[bool]:
-        torch.ones(4, device="cuda").add_(1)
-        event = torch.cuda.current_stream().record_event()
-        return [event.query(), event.query()]
-
-    return _on_device(program)[0]
+    torch.ones(4, device="cuda").add_(1)
+    event = torch.cuda.current_stream().record_event()
+    return [event.query(), event.query()]
 
 
+@_of_device(devices=2)
 def take_devices(rank: int) -> tuple[str, str, float]:
     """Return the device that this rank takes, that of a sum over ranks, and the sum."""
     import torch.distributed as dist
 
     from megatron_lossy.base import device as product
 
-    def program() -> tuple[str, str, float]:
-        product.init_process_group()
-        tensor = torch.full((3,), 1.0 + rank, device=product.current_device())
-        [found] = dist.all_reduce(tensor, async_op=True).get_future().wait()
-        return str(product.current_device()), str(found.device), found[0].item()
-
     assert os.environ["LOCAL_RANK"] == str(rank)
-    return _on_device(program, devices=2)[0]
+    product.init_process_group()
+    tensor = torch.full((3,), 1.0 + rank, device=product.current_device())
+    [found] = dist.all_reduce(tensor, async_op=True).get_future().wait()
+    return str(product.current_device()), str(found.device), found[0].item()
 
 
+@_of_device()
 def save(rank: int) -> list[float]:
     """Return the saved form of a part of a tensor."""
-
-    def program() -> list[float]:
-        file = io.BytesIO()
-        torch.save(torch.arange(4.0, device="cuda")[1:], file)
-        loaded = torch.load(io.BytesIO(file.getvalue()))
-        return loaded.tolist() if loaded.is_cuda else []
-
-    return _on_device(program)[0]
+    file = io.BytesIO()
+    torch.save(torch.arange(4.0, device="cuda")[1:], file)
+    loaded = torch.load(io.BytesIO(file.getvalue()))
+    return loaded.tolist() if loaded.is_cuda else []
 
 
+@_of_device()
 def draw(rank: int) -> tuple[bool, bool]:
     """Return whether the device draws what the CPU does with the same seed, and leaves the CPU's generator alone."""
-
-    def program() -> tuple[bool, bool]:
-        torch.manual_seed(3)
-        before = torch.get_rng_state()
-        on_device = torch.randn(5, device="cuda")
-        dropped = torch.nn.functional.dropout(torch.ones(64, device="cuda"), 0.5)
-        alone = torch.equal(before, torch.get_rng_state())
-        same = torch.equal(on_device.cpu(), torch.randn(5))
-        return same and 0 < int((dropped == 0).sum()) < 64, alone
-
-    return _on_device(program)[0]
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    on_device = torch.randn(5, device="cuda")
+    dropped = torch.nn.functional.dropout(torch.ones(64, device="cuda"), 0.5)
+    alone = torch.equal(before, torch.get_rng_state())
+    same = torch.equal(on_device.cpu(), torch.randn(5))
+    return same and 0 < int((dropped == 0).sum()) < 64, alone

@@ -32,12 +32,9 @@ def test_the_trainer_waits_for_the_loss_and_for_signals_and_blocks_on_no_copy(ru
 
 def means(rank):
     """By case, where means of islands on the device differ from those of host memory; and what is wrong."""
-    from .device import install
-    from .tracker import Tracker
+    from .device import tracked
 
-    tracker = Tracker()
-    install(tracker)
-    wrong = []
+    tracker, wrong = tracked(), []
     for islands in (2, 3):
         for flags in (
             {},
