@@ -72,8 +72,7 @@ def _megatron(checkout: str | None) -> list[Finding]:
     if checkout is None:
         text = "no checkout given (--megatron-lm PATH); enough for megatron_lossy.train"
         return [*findings, _finding("Megatron-LM", "absent", text)]
-    missing = [name for name in ("pretrain_gpt.py", "megatron/training") if not Path(checkout, name).exists()]
-    if missing:
+    if missing := [name for name in ("pretrain_gpt.py", "megatron/training") if not Path(checkout, name).exists()]:
         return [*findings, _finding("Megatron-LM", "problem", f"{checkout} has no {missing[0]}")]
     return [*findings, _finding("Megatron-LM", "ok", f"{_describe(checkout)} in {checkout}")]
 
@@ -141,8 +140,7 @@ def devices() -> tuple[str, int, list[Finding]]:
         from ...base import device
     except ImportError:
         return "cpu", 0, []
-    kind = device.device_type()
-    if kind == "cpu":
+    if (kind := device.device_type()) == "cpu":
         from ..environment import processor
 
         return kind, 0, [Finding("devices", "cpu", "ok", f"{processor()}; no accelerator")]
