@@ -110,8 +110,7 @@ def describe(plan: Plan) -> list[str]:
 
 
 def _jobs(plan: Plan) -> list[str]:
-    jobs = plan.jobs
-    if not jobs.several:
+    if not (jobs := plan.jobs).several:
         return []
     ranks, first = plan.ranks // jobs.number, plan.job_folders[0].name
     data = plan.train.data_parallel_size(plan.ranks) // jobs.number
