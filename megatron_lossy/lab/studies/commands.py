@@ -64,8 +64,7 @@ def _read_study(arguments: Sequence[str]) -> tuple[Study, argparse.Namespace, st
     add("--out", metavar="DIR", help="folder of the report: tables and figures")
     shared = "folder of the training runs, shared by all studies; what is there is not run again; default runs/cells"
     add("--cells", default="runs/cells", metavar="DIR", help=shared)
-    at_once = "cells to run at once; default one, on a CPU one per core"
-    add("--jobs", type=int, metavar="N", help=at_once)
+    add("--jobs", type=int, metavar="N", help="cells to run at once; default one, on a CPU one per core")
     seeds = "seeds of weights and data, in every condition; default the study's, or 1 2 3"
     add("--seeds", type=int, nargs="+", metavar="SEED", help=seeds)
     loss_seeds = "seeds of the losses, with each of --seeds; default the study's, or 1 2"
@@ -80,8 +79,7 @@ def _read_study(arguments: Sequence[str]) -> tuple[Study, argparse.Namespace, st
     if any(argument.split("=")[0] == "--config" for argument in rest):
         raise UsageError("--config: cannot be given to a study, whose file names it")
     given = {name: value for name in ("seeds", "loss_seeds", "metrics") if (value := getattr(how, name)) is not None}
-    design = replace(read_design(how.study, how.name), **given)
-    return design.study(rest), how, how.name or Path(how.study).stem
+    return replace(read_design(how.study, how.name), **given).study(rest), how, how.name or Path(how.study).stem
 
 
 def _split(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -125,8 +123,7 @@ def _run(study: Study, how: argparse.Namespace, out: Path) -> int:
         cores = len(os.sched_getaffinity(0)) if device.device_type() == "cpu" else 1
         tally = run_cells(study.cells, how.cells, how.jobs or cores)
     folders = [CellFolder(how.cells, cell) for cell in study.cells]
-    runs = {folder.cell.name: folder.result() for folder in folders if folder.state is not None}
-    if runs:
+    if runs := {folder.cell.name: folder.result() for folder in folders if folder.state is not None}:
         results = Results(study, runs)
         files, found = [write_record(results, out)], tables(results)
         print(f"\n{study.title}" + (f": {study.question}" if study.question else "") + "\n")

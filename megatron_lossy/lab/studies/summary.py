@@ -45,15 +45,12 @@ class Difference(Entry):
     @property
     def half_width(self) -> float | None:
         """Half of the 95 % interval (Student's t); ``None`` below two seeds."""
-        if self.error is None:
-            return None
-        return (_T[self.runs - 2] if self.runs - 2 < len(_T) else _T[-1]) * self.error
+        return None if self.error is None else _T[min(self.runs - 2, len(_T) - 1)] * self.error
 
     def __str__(self) -> str:
         if not self.runs or math.isnan(self.mean):
             return "diverged" if self.diverged else "-"
-        half = self.half_width
-        if half is None:
+        if (half := self.half_width) is None:
             return f"{self.mean:+.2f}"
         places = 1 if half >= 0.1 else 3
         interval = f"{self.mean - half:+.{places}f} to {self.mean + half:+.{places}f}"
@@ -79,8 +76,7 @@ class Results:
         """Return the mean of ``metric`` over loss seeds, for every seed; NaN if one of them diverged."""
         values: dict[int, list[float]] = {}
         for trial in self.trials(variant, level):
-            value = metric(self.runs[trial.cell.name])
-            if value is not None:
+            if (value := metric(self.runs[trial.cell.name])) is not None:
                 values.setdefault(trial.seed, []).append(value)
         return {seed: float(np.mean(v)) for seed, v in values.items()}
 
@@ -240,8 +236,7 @@ def notes(results: Results, definitions: str = DEFINITIONS, changes: bool = True
     result = [definitions, f"{seeds} {'seeds' if seeds > 1 else 'seed'} of weights and data{more}"]
     if origin := trained(results):
         result.append(f"trained {origin}")
-    missing = [cell for cell in study.cells if cell.name not in results.runs]
-    if missing:
+    if missing := [cell for cell in study.cells if cell.name not in results.runs]:
         result.append(f"unfinished: {len(missing)} of {len(study.cells)} cells are missing")
     return result
 
@@ -250,8 +245,7 @@ def trained(results: Results) -> str:
     """Return date, hardware and versions of the training; empty if no run recorded them."""
     origins = [run.origin for run in results.runs.values()]
     recorded = sorted({part for origin in origins for part in origin.get("trained", "").split("; ") if part})
-    dates = sorted({origin["date"] for origin in origins if "date" in origin})
-    if not dates:
+    if not (dates := sorted({origin["date"] for origin in origins if "date" in origin})):
         return "; ".join(recorded)
     hardware = sorted({origin["hardware"] for origin in origins if "hardware" in origin})
     versions = sorted({f"{name} {v}" for origin in origins for name, v in origin.get("versions", {}).items()})
