@@ -136,8 +136,7 @@ class Stop:
 
         Return a function that waits for the signal by which any rank was stopped, or 0.
         """
-        agreement = self._run.job_group.begin_stopping(self._number)
-        if agreement is not None:
+        if (agreement := self._run.job_group.begin_stopping(self._number)) is not None:
             return agreement
         stop = torch.full((1,), self._number, dtype=torch.int32, device=device.current_device())  # not copied there
         work = torch.distributed.all_reduce(stop, op=torch.distributed.ReduceOp.MAX, async_op=True)
