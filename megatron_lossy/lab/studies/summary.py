@@ -10,7 +10,7 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -126,11 +126,15 @@ def comparison(results: Results, metric_name: str) -> LossTable:
     """Return one metric of every variant (rows) at every level (columns)."""
     metric = loss_metrics(results.weights)[metric_name]
     levels: list[str | None] = [None, *results.study.levels]
-    rows = tuple(
-        (variant or metric_name, tuple(results.entry(variant, level, metric) for level in levels))
-        for variant in results.study.variants
-    )
+    rows = _rows(results.study, levels, lambda variant, level: results.entry(variant, level, metric), metric_name)
     return LossTable((results.study.baseline, *results.study.levels), rows, (f"values: {metric_name}", *notes(results)))
+
+
+def _rows(
+    study: Study, levels: Sequence[str | None], value: Callable[[str, str | None], Entry], label: str = ""
+) -> tuple[tuple[str, tuple[Entry, ...]], ...]:
+    """Return ``value`` of every variant (rows) at ``levels`` (columns). ``label``: of a variant without a name."""
+    return tuple((variant or label, tuple(value(variant, level) for level in levels)) for variant in study.variants)
 
 
 def differences(results: Results, metric_name: str) -> dict[str, LossTable]:
@@ -173,10 +177,7 @@ def against_best(results: Results, metric_name: str) -> LossTable | None:
         return None
     best = min(lossless, key=lossless.__getitem__)
     levels: list[str | None] = [None, *study.levels]
-    rows = tuple(
-        (variant, tuple(results.ratio((variant, level), (best, None), metric) for level in levels))
-        for variant in study.variants
-    )
+    rows = _rows(study, levels, lambda variant, level: results.ratio((variant, level), (best, None), metric))
     without = "errors" if study.errs else "loss"
     note = f"{metric_name} over that of {best!r} without {without}, the lowest mean of this table, in percent, seed by seed"
     return LossTable((study.baseline, *study.levels), rows, (f"{note}; {INTERVAL}",))
@@ -199,11 +200,8 @@ def excesses(results: Results, label: str, pair: Callable[[Run], tuple[float | N
         value, reference = pair(run)
         return 100 * (value / reference - 1) if value is not None and reference is not None else None
 
-    levels = results.study.levels
-    rows = tuple(
-        (variant or label, tuple(Difference.of(results.by_seed(variant, level, excess)) for level in levels))
-        for variant in results.study.variants
-    )
+    study, levels = results.study, results.study.levels
+    rows = _rows(study, levels, lambda variant, level: Difference.of(results.by_seed(variant, level, excess)), label)
     return LossTable(levels, rows, (f"{note}, in percent; {INTERVAL}",))
 
 
