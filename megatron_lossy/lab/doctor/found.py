@@ -88,8 +88,7 @@ def _describe(checkout: str) -> str:
 
 def apex() -> Finding:
     """Return NVIDIA's Apex. PyPI does not have it: the package of that name there is another one."""
-    spec = importlib.util.find_spec("apex")
-    if spec is None or not spec.submodule_search_locations:
+    if (spec := importlib.util.find_spec("apex")) is None or not spec.submodule_search_locations:
         text = "not installed; Megatron then uses torch's or Transformer Engine's kernels"
         return _finding("NVIDIA Apex", "absent", text)
     where = Path(next(iter(spec.submodule_search_locations)))
@@ -127,8 +126,7 @@ def _backends(torch: Any) -> list[Finding]:
     distributed = torch.distributed
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if distributed.is_nccl_available() else None
     hccl = "registered" if "hccl" in distributed.Backend.backend_list else None
-    gloo = "available" if distributed.is_gloo_available() else None
-    found = {"NCCL": nccl, "HCCL": hccl, "gloo": gloo}.items()
+    found = {"NCCL": nccl, "HCCL": hccl, "gloo": "available" if distributed.is_gloo_available() else None}.items()
     return [_finding(name, "ok" if text else "absent", text or "not available") for name, text in found]
 
 

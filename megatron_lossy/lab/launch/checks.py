@@ -104,10 +104,8 @@ def check_trainer(device: Device) -> None:
         found = importlib.util.find_spec("megatron.core")
     except ModuleNotFoundError:
         return
-    if found is not None and found.origin is not None:
-        info = Path(found.origin).with_name("package_info.py")
-        if info.is_file():
-            check_version(runpy.run_path(str(info))["__version__"], OLDEST_FOR_TRAIN)
+    if found and found.origin and (info := Path(found.origin).with_name("package_info.py")).is_file():
+        check_version(runpy.run_path(str(info))["__version__"], OLDEST_FOR_TRAIN)
 
 
 def check_memory(plan: Plan) -> StageMemory:

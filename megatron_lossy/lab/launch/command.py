@@ -243,8 +243,7 @@ def _requeue(job: str, status: int, progress: bool) -> int:
             _say("no checkpoint was added; not requeued")
             return 1
     _say("requeue")
-    done = _scontrol("requeue", job)
-    if done.returncode:
+    if (done := _scontrol("requeue", job)).returncode:
         _say(f"requeue failed: {done.stderr.strip()}")
     return done.returncode
 

@@ -40,12 +40,6 @@ def main(arguments: Sequence[str]) -> None:
 
 def planned(arguments: Sequence[str]) -> tuple[Namespace, Advice]:
     """Return the flags of a command line, and the advice for them. Raise :class:`UsageError`."""
-    given = _parser().parse_args(arguments)
-    tokens = None if given.tokens is None else quantity("--tokens", given.tokens, COUNT, 1)
-    return given, advise(_link(given), _recipe(given), _step(given), given.sites, tokens)
-
-
-def _parser() -> ArgumentParser:
     parser = ArgumentParser(
         "python -m megatron_lossy plan",
         description="Which way to train over a link between sites, how long it takes, and what to set (docs/choosing.md).",
@@ -70,7 +64,9 @@ def _parser() -> ArgumentParser:
     run("--gpus-cost", type=float, default=0.0, metavar="PRICE", help="of an accelerator and hour: adds a column")
     run("--egress-cost", type=float, default=0.0, metavar="PRICE", help="of a GB that leaves a site: adds to it")
     run("--write", metavar="FILE", help="write the recommended run, for --config of megatron_lossy.launch")
-    return parser
+    given = parser.parse_args(arguments)
+    tokens = None if given.tokens is None else quantity("--tokens", given.tokens, COUNT, 1)
+    return given, advise(_link(given), _recipe(given), _step(given), given.sites, tokens)
 
 
 def _link(given: Namespace) -> Link:
