@@ -19,8 +19,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with usage_errors(PROGRAM):
         what = "Pretrain a LLaMA-style model over a lossy data-parallel exchange."
         parser = make_parser(f"python -m {PROGRAM}", what)
-        given = sys.argv[1:] if arguments is None else arguments
-        config, lossy_config = configurations(read_arguments(parser, given))
+        namespace = read_arguments(parser, sys.argv[1:] if arguments is None else arguments)
+        config, lossy_config = configurations(namespace)
         config.check_world(launched_ranks())
         with rank_errors(PROGRAM):
             quiet_imports()

@@ -80,8 +80,7 @@ class Checkpoints:
 
         def fill(aside: Path) -> None:
             with self._lossy.owner_weights(self._chunks):
-                scheduler = self._scheduler.state_dict()
-                said = {"iteration": iteration, "ranks": _ranks(), "scheduler": scheduler, **common}
+                said = {"iteration": iteration, "ranks": _ranks(), "scheduler": self._scheduler.state_dict(), **common}
                 self._store(self._state(is_loading=False) | said, aside)
             _on_all_ranks(lambda: self._lossy.save_replicas(aside))
 

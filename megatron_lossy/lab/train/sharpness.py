@@ -163,7 +163,11 @@ class Sharpness:
         """Return the learning rate times the sharpness; with losses known beforehand, also lag and stable limit."""
         step = get_canonical_lr_for_logging(self._optimizer.param_groups) / lr_scale(self._config) * sharpness
         found = {"lr x sharpness": step}
-        if (lag := self._lag()) is not None:
+        now = self._run.iteration
+        known = [group.wire.lag(Exchange("param", group.wire.stream, now)) for group in self._run.groups]
+        if None not in known:  # the flags determine the lag of replicas at the next iteration's loss rate
+            share, mean = np.mean(known, axis=0)
+            lag = Lag(float(share), float(1 - share / mean)) if share else Lag()
             config, loss = self._config, self._run.config
             sent = Lead()  # with which owners send
             if lag.share and not loss.sends_weights():
@@ -172,12 +176,3 @@ class Sharpness:
             found["lag x lr x sharpness"] = mean_lag(lag, sent) * step
             found["largest lr x sharpness"] = stability_limit(beta1, lag, sent, config.optimizer == "nadam")
         return found
-
-    def _lag(self) -> Lag | None:
-        """Return the lag of replicas at the next iteration's loss rate; ``None`` if the flags do not determine it."""
-        step = self._run.iteration
-        known = [group.wire.lag(Exchange("param", group.wire.stream, step)) for group in self._run.groups]
-        if None in known:
-            return None
-        share, mean = np.mean(known, axis=0)
-        return Lag(float(share), float(1 - share / mean)) if share else Lag()
