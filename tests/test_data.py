@@ -22,7 +22,7 @@ from megatron_lossy.lab.data import (
     validation_documents,
     write_indexed,
 )
-from megatron_lossy.lab.data.__main__ import run
+from megatron_lossy.lab.data.__main__ import main
 from tests.programs import ROOT, Program
 
 pytestmark = pytest.mark.shows(
@@ -53,7 +53,7 @@ def indexed(prefix):
 
 
 def convert(*arguments):
-    run([str(argument) for argument in arguments])
+    main.__wrapped__([str(argument) for argument in arguments])  # which raises what main() prints
 
 
 def test_files_become_documents(tmp_path):

@@ -30,7 +30,7 @@ EXAMPLE = ["--mbit", "1000", "--rtt", "30", "--loss", "0.5%", "--step", "13s", "
 
 
 def advice(*words):
-    return plan.planned([str(word) for word in words])
+    return plan.planned([str(word) for word in words])[1]
 
 
 # --- the closed forms ------------------------------------------------------------------------------------------------

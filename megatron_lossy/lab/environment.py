@@ -19,8 +19,7 @@ def without_ranks() -> dict[str, str]:
 def processor() -> str:
     """Return number and model of the processor cores that this process may use."""
     model = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
+    if (cpuinfo := Path("/proc/cpuinfo")).exists():
         names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
         model = names[0] if names else model
     return f"{len(os.sched_getaffinity(0))} cores of {model}"

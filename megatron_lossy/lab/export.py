@@ -41,8 +41,7 @@ def main(arguments: Sequence[str]) -> None:
     if out.exists() and any(out.iterdir()):
         raise refuse("--hf", out, "holds files already; give another folder")
     config = _settings(folder)
-    iteration = latest_iteration(folder)
-    if iteration is None:
+    if (iteration := latest_iteration(folder)) is None:
         raise refuse("FOLDER", folder, f"has no {TRACKER}, which names a checkpoint")
     model = llama(config, read_weights(iteration_folder(folder, iteration)))
     with writing("--hf", out):
@@ -73,10 +72,9 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
     """Return the model's weights in the checkpoint ``path``, by megatron-core's names; those of layers are stacked."""
     try:
         reader = checkpoint.FileSystemReader(path)
-        stored = reader.read_metadata().state_dict_metadata
         weights = {
             name: torch.empty(tensor.size, dtype=tensor.properties.dtype)
-            for name, tensor in stored.items()
+            for name, tensor in reader.read_metadata().state_dict_metadata.items()
             if isinstance(tensor, TensorStorageMetadata) and not name.startswith("optimizer.")
         }
         with warnings.catch_warnings(action="ignore"):  # that there is one process

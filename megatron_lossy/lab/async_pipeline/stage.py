@@ -54,10 +54,6 @@ class Stage:
         """The number of batches that this stage is ahead of its updates, and of updates that its gradients are late."""
         return self.stages - 1 - self.number
 
-    def version(self, batch: int) -> int:
-        """Return the number of updates in the weights that compute ``batch``."""
-        return max(0, batch - self.delay)
-
     def filled(self, iteration: int, iterations: int) -> int:
         """Return the next batch to go forward when ``iteration``, of ``iterations``, begins in the middle of a run."""
         return min(iteration + self.delay, iterations)

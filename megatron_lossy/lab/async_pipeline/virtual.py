@@ -30,8 +30,7 @@ _PIECE = 2**17
 
 def stage_of(name: str, layers: int, stages: int) -> int:
     """Return the stage of the parameter ``name`` of a GPT of ``layers`` in ``stages`` of equal length."""
-    layer = re.search(r"\bdecoder\.layers\.(\d+)\.", name)
-    if layer:
+    if layer := re.search(r"\bdecoder\.layers\.(\d+)\.", name):
         return int(layer[1]) * stages // layers
     if re.search(r"\bembedding\.", name):
         return 0

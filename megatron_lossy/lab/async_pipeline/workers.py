@@ -49,7 +49,6 @@ class StageWorkers(Workers, Part):
 
     def __init__(self, config: TrainConfig, model_chunks: list, run: Run) -> None:
         super().__init__(config, model_chunks, run)
-        flags = run.config
         run.add_part(self)
         [self._chunk] = model_chunks
         self._megatron = self._chunk.config
@@ -62,7 +61,7 @@ class StageWorkers(Workers, Part):
         self._messages = StageMessages(shape, self._megatron.pipeline_dtype)
         self._stash = Stash(self._chunk.module.parameters())
         self._stashes = self._stage.delay > 0
-        self._saves_draws = flags.save_replicas and self._draws
+        self._saves_draws = run.config.save_replicas and self._draws
         self._iteration = 0
         self._under_way: deque[_PendingBatch] = deque()
         self._restored: dict[str, Any] | None = None
@@ -159,8 +158,7 @@ class StageWorkers(Workers, Part):
         """Make the backward pass of the oldest micro-batch; returns its tokens."""
         passed = self._under_way.popleft()
         gradient = None if self._stage.last else self._messages.gradient()
-        more = step.micro + 1 < self._micro_batches
-        no_sync = self._megatron.no_sync_func if more else None
+        no_sync = self._megatron.no_sync_func if step.micro + 1 < self._micro_batches else None
         with (no_sync or contextlib.nullcontext)(), self._stash.using(passed.version):
             input_gradient = backward_step(passed.input, passed.output, gradient, self._megatron)
         if not self._stage.first:
@@ -215,6 +213,5 @@ class StageWorkers(Workers, Part):
                 set_rng_state(now | on_cpu(saved["drawn from"]))
             received = None if saved["input"] is None else saved["input"].requires_grad_()
             version = None if saved["version"] is None else versions[saved["version"]]
-            micro = number % state["micro batches"]
-            self._under_way.append(self._forward(micro, received, version, batches, []))
+            self._under_way.append(self._forward(number % state["micro batches"], received, version, batches, []))
         self._messages.restore(state["received"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -86,11 +86,6 @@ def run(row: Row, data: dict[str, tuple[str, ...]], begin: Callable[[], None], e
             summary = train(TrainConfig(**row.settings, **data), LossyConfig(**row.lossy))
     finally:
         hook.remove()
-    return Values(summary.get("lm loss"), _weights(optimizers))
-
-
-def _weights(optimizers: Sequence) -> np.ndarray:
-    """Return the main weights of the first optimizer, one after the other: float32[...]."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     parts = [weight.detach().float().cpu().numpy().reshape(-1) for group in groups for weight in group["params"]]
-    return np.concatenate(parts) if parts else np.zeros(0, np.float32)
+    return Values(summary.get("lm loss"), np.concatenate(parts) if parts else np.zeros(0, np.float32))

@@ -119,8 +119,7 @@ def _exchanges() -> Iterator[Row]:
         rule, unit, wire, send = case
         parts = [rule, unit, *[wire] * (wire != "torch"), *["lead"] * (send != "plain")]
         parts += ["overlap"] * overlap + ["bf16"] * bf16
-        trainer = {**(_OVERLAP if overlap else {}), **({"bf16": True} if bf16 else {})}
-        yield Row("-".join(parts), trainer, _lossy(*case))
+        yield Row("-".join(parts), {**(_OVERLAP if overlap else {}), **({"bf16": True} if bf16 else {})}, _lossy(*case))
 
 
 def _priority() -> Iterator[Row]:
@@ -141,8 +140,7 @@ def _replicas() -> Iterator[Row]:
 
 def _stages() -> Iterator[Row]:
     for bf16 in (False, True):
-        trainer = {**_STAGES, **({"bf16": True} if bf16 else {})}
-        yield Row("stages" + "-bf16" * bf16, trainer, _ACT)
+        yield Row("stages" + "-bf16" * bf16, {**_STAGES, **({"bf16": True} if bf16 else {})}, _ACT)
     yield Row("stages-and-exchanges", _STAGES, {**_ACT, **_LOST}, ranks=4)
     yield Row("stages-asynchronous", _STAGES, {"async_pipeline": True})
     yield Row("stages-asynchronous-lossy", _STAGES, {"async_pipeline": True, **_LOST}, ranks=4)
@@ -161,10 +159,9 @@ def _islands() -> Iterator[Row]:
 
 def _virtual() -> Iterator[Row]:
     """Yield workers of a model that take turns in one process."""
-    four = dict(virtual_workers=4)
 
     def row(name: str, lossy: dict[str, Any], **trainer: Any) -> Row:
-        return Row(f"virtual-{name}", {**four, **trainer}, lossy, ranks=1)
+        return Row(f"virtual-{name}", {"virtual_workers": 4, **trainer}, lossy, ranks=1)
 
     for rule in RULES:
         yield row(rule, {**_LOST, "grad_recovery": rule})

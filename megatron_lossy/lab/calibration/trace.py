@@ -24,8 +24,7 @@ class Measured:
 
     def beyond(self, unhooked: Measured) -> Measured:
         """Return the difference to the unhooked step."""
-        base = asdict(unhooked)
-        return Measured(**{name: value - base[name] for name, value in asdict(self).items()})
+        return Measured(**{name: value - getattr(unhooked, name) for name, value in asdict(self).items()})
 
 
 def counted(events: Iterable[Mapping[str, Any]]) -> Measured:

@@ -54,8 +54,9 @@ def _read(arguments: Sequence[str] | None) -> argparse.Namespace:
     return given
 
 
-def run(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line. Raise :class:`UsageError`."""
+@usage_errors("megatron_lossy.data")
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line; report wrong input as one line and exit status 2."""
     given, started = _read(arguments), time.monotonic()
     prefix, prefixes = given.output_prefix, output_prefixes(given.output_prefix, given.split is not None)
     for output in prefixes:
@@ -79,12 +80,6 @@ def run(arguments: Sequence[str] | None = None) -> None:
         print(f"{output}: {data.documents:,} documents, {size}")
     padded = f"padded by 128 to {padded_vocab_size(tokenizer.vocab_size)}; {time.monotonic() - started:.1f} s"
     print(f"tokenizer {tokenizer.name}: vocabulary {tokenizer.vocab_size}, {padded}")
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run :func:`run`; report wrong input as one line and exit status 2."""
-    with usage_errors("megatron_lossy.data"):
-        run(arguments)
 
 
 if __name__ == "__main__":

@@ -133,10 +133,9 @@ def write_indexed(
     Raise :class:`UsageError` if one exists already and ``overwrite`` is false, if it cannot be written, if it has a
     ``.json`` file that is not ours, or if a document cannot be encoded.
     """
-    names = output_prefixes(os.fspath(prefix), validation is not None)
     with contextlib.ExitStack() as stack:
         writers = []
-        for name in names:
+        for name in output_prefixes(os.fspath(prefix), validation is not None):
             check_output(name, overwrite)
             writers.append(_Writer(name, tokenizer))
             stack.callback(writers[-1].close)
@@ -175,9 +174,7 @@ def read_description(prefix: str | os.PathLike) -> DatasetDescription | None:
     """Return the content of ``prefix.json``; None if there is none of ours (data of Megatron's own tools has none)."""
     try:
         content = json.loads(Path(f"{os.fspath(prefix)}.json").read_bytes())
-        if content.pop("format") != _FORMAT:
-            return None
-        return DatasetDescription(**content)
+        return DatasetDescription(**content) if content.pop("format") == _FORMAT else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
@@ -239,8 +236,7 @@ def check_files(prefix: str | os.PathLike, flag: str = "--data-path") -> Dataset
             raise refuse(flag, prefix, f"there is no {file}; python -m megatron_lossy.data makes data sets")
         if not os.access(file, os.R_OK):
             raise refuse(flag, prefix, f"{file} cannot be read")
-    description = read_description(prefix)
-    if description is not None:
+    if (description := read_description(prefix)) is not None:
         expected, size = description.tokens * np.dtype(description.dtype).itemsize, os.path.getsize(f"{prefix}.bin")
         if size != expected:
             raise refuse(flag, prefix, f"{prefix}.bin has {size} bytes, not the {expected} of {prefix}.json")
@@ -275,8 +271,7 @@ def find_files(inputs: Iterable[str]) -> list[tuple[str, Path]]:
             with _reading(path, "--input") as stream:
                 if not stream.read(1):
                     raise refuse("--input", given, "is empty")
-        files = sorted((p.relative_to(root).as_posix(), p) for p in matches if p.is_file())
-        if not files:
+        if not (files := sorted((p.relative_to(root).as_posix(), p) for p in matches if p.is_file())):
             raise refuse("--input", given, "holds no file" if path.is_dir() else "matches no file")
         for name, file in files:
             found.setdefault(file.resolve(), name)
@@ -305,10 +300,8 @@ def read_documents(
                     if is_text:
                         numbers, texts = zip(*lines, strict=True)
                         yield f"{name}:{numbers[0]}", b"".join(texts)
-            else:
-                data = stream.read()
-                if data.strip():
-                    yield name, data
+            elif (data := stream.read()).strip():
+                yield name, data
 
 
 def stdlib_documents() -> list[Document]:
@@ -321,8 +314,7 @@ def stdlib_documents() -> list[Document]:
     out, machine = set(_STDLIB_LEFT_OUT.split()), ("_sysconfigdata", "config-")
     names = (path.relative_to(root) for path in root.rglob("*.py"))
     kept = [name for name in names if out.isdisjoint(name.parts) and not name.parts[0].startswith(machine)]
-    files = [(name.as_posix(), root / name) for name in kept]
-    documents = list(read_documents(files, flag="--data"))
+    documents = list(read_documents([(name.as_posix(), root / name) for name in kept], flag="--data"))
     if len(documents) < 2:
         raise refuse("--data stdlib:", root, "holds no source of Python's standard library")
     return sorted(documents)
@@ -335,8 +327,7 @@ def validation_documents(names: Sequence[str], fraction: float) -> set[int]:
     same when documents are added. Raise :class:`UsageError` for fewer than two documents.
     """
     if len(names) < 2:
-        allowed = "needs at least 2; see --split-documents and --format"
-        raise refuse("--split", f"({len(names)} documents)", allowed)
+        raise refuse("--split", f"({len(names)} documents)", "needs at least 2; see --split-documents and --format")
     hashes = [hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest() for name in names]
     order = sorted(range(len(names)), key=lambda i: (hashes[i], i))
     return set(order[: min(len(names) - 1, max(1, round(fraction * len(names))))])

@@ -58,12 +58,11 @@ def build_tokenizer(name: str) -> Tokenizer:
     """
     kind, _, source = name.partition(":")
     if name == "byte":
-        vocabulary = [(i, f"<0x{i:02X}>") for i in range(256)]
 
         def of_bytes(data: bytes) -> np.ndarray:
             return np.frombuffer(data, dtype=np.uint8).astype(np.int32)
 
-        return Tokenizer(name, "ByteTokenizer", 257, 256, of_bytes, lambda: vocabulary)
+        return Tokenizer(name, "ByteTokenizer", 257, 256, of_bytes, lambda: ((i, f"<0x{i:02X}>") for i in range(256)))
     if kind not in _LIBRARIES or not source:
         raise refuse("--tokenizer", name, f"must be {NAMES}")
     package, load = _LIBRARIES[kind]

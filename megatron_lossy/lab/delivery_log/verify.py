@@ -119,18 +119,15 @@ def _check_exchange(
         redrawn.fill(links, np.arange(len(links.sources)), Exchange(phase, Stream.parse(stream), iteration), file)
     except ValueError as error:
         raise bad(error) from None
-    first = folder.writers[stream, int(links.destinations[0])][0]
-    if first != file.rank:
+    if (first := folder.writers[stream, int(links.destinations[0])][0]) != file.rank:
         other = folder.file(first, iteration)
         theirs = other.exchange(iteration, phase, stream) if other is not None else None
-        if theirs is not None and not _equal(rows, theirs):
+        if theirs is None:
+            return
+        names = ("bucket", "source", "destination", "lost")
+        same = all(np.array_equal(getattr(rows, name), getattr(theirs, name)) for name in names)
+        if not (same and rows.bitmap.equals(theirs.bitmap) and rows.digest.equals(theirs.digest)):
             raise bad(f"ranks {first} and {file.rank} recorded different losses")
-
-
-def _equal(rows: LogRows, theirs: LogRows) -> bool:
-    names = ("bucket", "source", "destination", "lost")
-    same = all(np.array_equal(getattr(rows, name), getattr(theirs, name)) for name in names)
-    return same and rows.bitmap.equals(theirs.bitmap) and rows.digest.equals(theirs.digest)
 
 
 def _first_note(folder: DeliveryLogFolder) -> Meta | None:

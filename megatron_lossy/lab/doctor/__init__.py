@@ -90,12 +90,10 @@ def main(arguments: Sequence[str]) -> int:
     if config.link is not None or config.serve is not None:
         _examine_link(config)
         return 0
-    network = from_namespace(LossyConfig, config)
-    if network.observed:
+    if (network := from_namespace(LossyConfig, config)).observed:
         from .network import examine_network
 
-        findings = examine_network(network)
-        if not findings:
+        if not (findings := examine_network(network)):
             return 0  # rank 0 says it
     elif config.calibrate:
         from ..calibration.real import calibrate

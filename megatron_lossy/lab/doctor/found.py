@@ -72,8 +72,7 @@ def _megatron(checkout: str | None) -> list[Finding]:
     if checkout is None:
         text = "no checkout given (--megatron-lm PATH); enough for megatron_lossy.train"
         return [*findings, _finding("Megatron-LM", "absent", text)]
-    missing = [name for name in ("pretrain_gpt.py", "megatron/training") if not Path(checkout, name).exists()]
-    if missing:
+    if missing := [name for name in ("pretrain_gpt.py", "megatron/training") if not Path(checkout, name).exists()]:
         return [*findings, _finding("Megatron-LM", "problem", f"{checkout} has no {missing[0]}")]
     return [*findings, _finding("Megatron-LM", "ok", f"{_describe(checkout)} in {checkout}")]
 
@@ -89,8 +88,7 @@ def _describe(checkout: str) -> str:
 
 def apex() -> Finding:
     """Return NVIDIA's Apex. PyPI does not have it: the package of that name there is another one."""
-    spec = importlib.util.find_spec("apex")
-    if spec is None or not spec.submodule_search_locations:
+    if (spec := importlib.util.find_spec("apex")) is None or not spec.submodule_search_locations:
         text = "not installed; Megatron then uses torch's or Transformer Engine's kernels"
         return _finding("NVIDIA Apex", "absent", text)
     where = Path(next(iter(spec.submodule_search_locations)))
@@ -128,8 +126,7 @@ def _backends(torch: Any) -> list[Finding]:
     distributed = torch.distributed
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if distributed.is_nccl_available() else None
     hccl = "registered" if "hccl" in distributed.Backend.backend_list else None
-    gloo = "available" if distributed.is_gloo_available() else None
-    found = {"NCCL": nccl, "HCCL": hccl, "gloo": gloo}.items()
+    found = {"NCCL": nccl, "HCCL": hccl, "gloo": "available" if distributed.is_gloo_available() else None}.items()
     return [_finding(name, "ok" if text else "absent", text or "not available") for name, text in found]
 
 
@@ -141,8 +138,7 @@ def devices() -> tuple[str, int, list[Finding]]:
         from ...base import device
     except ImportError:
         return "cpu", 0, []
-    kind = device.device_type()
-    if kind == "cpu":
+    if (kind := device.device_type()) == "cpu":
         from ..environment import processor
 
         return kind, 0, [Finding("devices", "cpu", "ok", f"{processor()}; no accelerator")]

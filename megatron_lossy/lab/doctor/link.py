@@ -76,8 +76,7 @@ class Peer:
         """Return the next line, and take datagrams meanwhile. Raise :class:`OSError` for silence and ``ValueError`` for noise."""
         until = time.monotonic() + seconds
         while b"\n" not in self._text:
-            left = until - time.monotonic()
-            if left <= 0:
+            if (left := until - time.monotonic()) <= 0:
                 raise TimeoutError("sends nothing")
             if self.control in self.wait(left):
                 more = self.control.recv(65536)
@@ -85,8 +84,7 @@ class Peer:
                     raise ConnectionError("closed the connection")
                 self._text += more
         line, _, self._text = self._text.partition(b"\n")
-        found = json.loads(line)
-        if not isinstance(found, dict):
+        if not isinstance(found := json.loads(line), dict):
             raise ValueError("no words")
         return found
 
@@ -200,8 +198,7 @@ def measure(host: str, port: int, key: bytes, full: bool, patience: float) -> di
     except (OSError, ValueError, KeyError, TypeError) as error:
         if isinstance(error, UsageError):
             raise
-        foreign = not isinstance(error, OSError)
-        reason = "is no doctor" if foreign else getattr(error, "strerror", None) or str(error)
+        reason = error.strerror or str(error) if isinstance(error, OSError) else "is no doctor"
         how = f"start python -m megatron_lossy doctor --serve {port} there, with the same --key-file"
         raise refuse("--link", where, f"{reason}; {how}") from None
 

@@ -54,9 +54,14 @@ def examine_network(config: LossyConfig) -> list[Finding]:
 
 def _datagrams(config: LossyConfig) -> list[Finding]:
     """Return findings about datagrams of this host."""
+    from ...transport.udp.engine import LITTLE_BUFFER, MORE_BUFFER
+
     engine = end_for(config)
-    address = f"{engine.address}:{engine.port}, {config.udp_cipher}"
-    return [Finding("network", "engine", "ok", address), _buffer(engine), *_packets(engine)]
+    address, buffer = f"{engine.address}:{engine.port}, {config.udp_cipher}", f"{engine.granted / 2**20:.1f} MiB"
+    found = [Finding("network", "engine", "ok", address), Finding("network", "receive buffer", "ok", buffer)]
+    if engine.granted < LITTLE_BUFFER:
+        found[1] = replace(found[1], status="warning", text=f"{buffer}: {MORE_BUFFER}")
+    return [*found, *_packets(engine)]
 
 
 def _streams(config: LossyConfig) -> list[Finding]:
@@ -65,15 +70,6 @@ def _streams(config: LossyConfig) -> list[Finding]:
     address = f"{host.address}:{host.port}, {config.udp_cipher}"
     control = config.stream_congestion or Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
     return [Finding("network", "streams", "ok", address), Finding("network", "congestion control", "ok", control)]
-
-
-def _buffer(engine: Engine) -> Finding:
-    from ...transport.udp.engine import LITTLE_BUFFER, MORE_BUFFER
-
-    text = f"{engine.granted / 2**20:.1f} MiB"
-    if engine.granted >= LITTLE_BUFFER:
-        return Finding("network", "receive buffer", "ok", text)
-    return Finding("network", "receive buffer", "warning", f"{text}: {MORE_BUFFER}")
 
 
 def _packets(engine: Engine) -> list[Finding]:
@@ -113,8 +109,7 @@ def _links(config: LossyConfig, here: list[Finding]) -> list[Finding]:
     for peer, found in rates.items():
         gone, trip, rate = float(lost[peer]), 1e3 * found["rtt_min"], found["rate"] / 1e6
         text = f"{100 * gone:.2f} % lost, round trip {trip:.1f} ms, {rate:.0f} MB/s at most the other way"
-        status = "warning" if gone > _MUCH else "ok"
-        receptions.append(Finding("network", f"rank {peer} to {rank}", status, text))
+        receptions.append(Finding("network", f"rank {peer} to {rank}", "warning" if gone > _MUCH else "ok", text))
     here = [replace(found, name=f"rank {rank}, {found.name}") for found in here]
     everyone: list = [None] * size
     dist.all_gather_object(everyone, (here, receptions, sorted(took)[len(took) // 2]))

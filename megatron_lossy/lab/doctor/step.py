@@ -55,7 +55,9 @@ def _train(kind: str, checkout: str | None, folder: str) -> tuple[float, float]:
     path = [str(Path(checkout).resolve())] if checkout else []
     done = torchrun(2, arguments, path, more | ENVIRONMENT.get(kind, {}), folder)
     if done.returncode:
-        raise RuntimeError(_reason(done.stderr))
+        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        ours = next((line[:300] for line in lines if "megatron_lossy.train: error: " in line), None)
+        raise RuntimeError(ours or error_of_a_rank(done.stderr) or (lines or ["no output"])[0][:300])
     lines = Path(folder, "run", METRICS_FILE).read_text().splitlines()
     last = [record for record in map(json.loads, lines) if record["kind"] == "train"][-1]
     return last["lm loss"], last.get("loss rate grad", 0.0)
@@ -79,19 +81,11 @@ def torchrun(
         raise RuntimeError(f"no end after {_SECONDS} s") from None
 
 
-def _reason(output: str) -> str:
-    """Return the most useful line of a failed launch: ours, else an exception's, else the first."""
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
-    ours = [line for line in lines if "megatron_lossy.train: error: " in line]
-    return ours[0][:300] if ours else error_of_a_rank(output) or (lines or ["no output"])[0][:300]
-
-
 def error_of_a_rank(output: str) -> str | None:
     """Return the first exception in the output of ranks and torchrun, but torchrun's own, which only names a rank."""
     lines = [re.sub(r"^\[rank\d+\]: ?", "", line).strip() for line in output.splitlines()]
     errors = [line for line in lines if line.split(":")[0].endswith(("Error", "Exception"))]
-    first = next((line for line in errors if "ChildFailedError" not in line), None)
-    if first is None:
+    if (first := next((line for line in errors if "ChildFailedError" not in line), None)) is None:
         return None
     # NCCL says last what a device has failed at.
     last = [after for line, after in itertools.pairwise(lines) if line == "Last error:" and "NCCL" in first]

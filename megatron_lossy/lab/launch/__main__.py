@@ -79,8 +79,7 @@ def _check_in_container(plan: Plan, arguments: list[str]) -> None:
     """Check data, tokenizer and Megatron in the container, where the ranks will see them."""
     inside = ["srun", "--nodes", "1", "--ntasks", "1", *container(plan)]
     inside += ["python", "-m", PROGRAM, *arguments, "--accelerators", str(plan.launch.accelerators), "--dry-run"]
-    done = subprocess.run(inside, capture_output=True, text=True)
-    if done.returncode:
+    if (done := subprocess.run(inside, capture_output=True, text=True)).returncode:
         lines = done.stderr.strip().splitlines() or ["no output"]
         errors = [line.partition("error: ")[2] for line in lines if f"{PROGRAM}: error: " in line]
         problems = Collector()
@@ -110,8 +109,7 @@ def describe(plan: Plan) -> list[str]:
 
 
 def _jobs(plan: Plan) -> list[str]:
-    jobs = plan.jobs
-    if not jobs.several:
+    if not (jobs := plan.jobs).several:
         return []
     ranks, first = plan.ranks // jobs.number, plan.job_folders[0].name
     data = plan.train.data_parallel_size(plan.ranks) // jobs.number

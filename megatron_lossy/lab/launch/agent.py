@@ -59,8 +59,7 @@ def _noting_ends(statuses: list[int | None]) -> Patch:
 
 def _reason(failure: ProcessFailure) -> str:
     """Return the error that the rank reported, or its end."""
-    told = failure.message
-    if isinstance(told, dict):
+    if isinstance(told := failure.message, dict):
         lines = str(told.get("message", "")).strip().splitlines()
         return lines[-1] if lines else f"status {failure.exitcode}"
     return str(told) if failure.exitcode < 0 else f"status {failure.exitcode}"

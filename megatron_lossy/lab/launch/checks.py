@@ -104,17 +104,14 @@ def check_trainer(device: Device) -> None:
         found = importlib.util.find_spec("megatron.core")
     except ModuleNotFoundError:
         return
-    if found is not None and found.origin is not None:
-        info = Path(found.origin).with_name("package_info.py")
-        if info.is_file():
-            check_version(runpy.run_path(str(info))["__version__"], OLDEST_FOR_TRAIN)
+    if found and found.origin and (info := Path(found.origin).with_name("package_info.py")).is_file():
+        check_version(runpy.run_path(str(info))["__version__"], OLDEST_FOR_TRAIN)
 
 
 def check_memory(plan: Plan) -> StageMemory:
     """Return the pipeline stage that needs most memory. Raise :class:`UsageError` if the device has less."""
     found = estimate(plan.train, plan.lossy, plan.layout, plan.device)
-    memory = plan.device.memory
-    if memory is not None and found.total > memory:
+    if (memory := plan.device.memory) is not None and found.total > memory:
         needs = f"pipeline stage {found.stage} needs {found.total / GIB:.1f} GiB"
         mend = "raise --tensor-model-parallel-size or --pipeline-model-parallel-size, or lower --micro-batch-size"
         raise refuse("--device", plan.launch.device, f"has {memory / GIB:.1f} GiB, {needs}; {mend}")
@@ -131,9 +128,7 @@ def network_memory(plan: Plan, memory: StageMemory) -> tuple[int, int, int] | No
     lossy = plan.lossy
     if not lossy.observed or memory.far == 0:
         return None
-    if plan.device.kind == "cpu":
-        return 0, lossy.udp_memory, 1
-    return lossy.udp_memory, 2 * lossy.udp_memory, 3
+    return (0, lossy.udp_memory, 1) if plan.device.kind == "cpu" else (lossy.udp_memory, 2 * lossy.udp_memory, 3)
 
 
 def describe_network(plan: Plan, memory: StageMemory) -> list[str]:
@@ -179,9 +174,7 @@ def check_data(plan: Plan) -> None:
 
 def epochs_of(plan: Plan) -> float | None:
     """Return the number of times that the run reads its training data; ``None`` if they are generated."""
-    if plan.train.data is not None or plan.mock_data:
-        return None
-    return epochs(plan.train.data_path, plan.train.tokens)
+    return None if plan.train.data is not None or plan.mock_data else epochs(plan.train.data_path, plan.train.tokens)
 
 
 def check_megatron(plan: Plan) -> None:
@@ -197,8 +190,7 @@ def check_megatron(plan: Plan) -> None:
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     lines = (done.stderr + done.stdout).strip().splitlines() or ["no output"]
     if done.returncode == 2:
-        marked = [line for line in lines if "error: " in line]
-        reason = (marked or lines)[-1].partition("error: ")[2] or lines[-1]
+        reason = ([line for line in lines if "error: " in line] or lines)[-1].partition("error: ")[2] or lines[-1]
         if plan.device.kind == "hpu":
             reason += "; Gaudi needs HabanaAI's fork: git clone -b 1.24.0 https://github.com/HabanaAI/Megatron-LM"
         raise UsageError(reason)

@@ -182,8 +182,7 @@ def _run(services: Sequence[Sequence[str]], jobs: Sequence[Sequence[str]], log: 
 def check_job(plan: Plan, environment: Mapping[str, str]) -> None:
     """Raise :class:`UsageError` unless the present job has the nodes of ``plan``."""
     launch = plan.launch
-    has = int(environment.get("SLURM_JOB_NUM_NODES", launch.nodes))
-    if has != launch.nodes:
+    if (has := int(environment.get("SLURM_JOB_NUM_NODES", launch.nodes))) != launch.nodes:
         share, rest = divmod(launch.accelerators, has)
         must = "" if rest else f"must be {share}: "
         why = f"{must}the Slurm job has {has} nodes for {launch.accelerators} ranks"
@@ -193,8 +192,7 @@ def check_job(plan: Plan, environment: Mapping[str, str]) -> None:
 def run_in_job(plan: Plan, command: Sequence[str], environment: Mapping[str, str]) -> int:
     """Start ``command`` (srun), wait, and requeue the job unless the run is complete; returns the exit status."""
     job = job_name(environment)
-    before = done_iterations(plan)
-    if before >= plan.train.train_iters:
+    if (before := done_iterations(plan)) >= plan.train.train_iters:
         _say(f"{plan.folder} is complete, {before} iterations")
         return 0
     log = next(item for item in command if item.startswith("--output=")).partition("=")[2]
@@ -223,8 +221,7 @@ def job_name(environment: Mapping[str, str]) -> str:
 
 def done_iterations(plan: Plan) -> int:
     """Return iterations that the run's latest checkpoint holds."""
-    folders = [plan.own_folder] if plan.jobs.apart else plan.job_folders
-    return min(latest_iteration(folder) or 0 for folder in folders)
+    return min(latest_iteration(one) or 0 for one in ([plan.own_folder] if plan.jobs.apart else plan.job_folders))
 
 
 def _requeue(job: str, status: int, progress: bool) -> int:
@@ -246,8 +243,7 @@ def _requeue(job: str, status: int, progress: bool) -> int:
             _say("no checkpoint was added; not requeued")
             return 1
     _say("requeue")
-    done = _scontrol("requeue", job)
-    if done.returncode:
+    if (done := _scontrol("requeue", job)).returncode:
         _say(f"requeue failed: {done.stderr.strip()}")
     return done.returncode
 

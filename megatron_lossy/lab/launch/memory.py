@@ -122,8 +122,7 @@ def _stage(config: TrainConfig, lossy: LossyConfig, layout: Layout, device: Devi
     first, last = stage == 0, stage == pipeline - 1
     weights = _weights(config, layout.vocab_size, first, last, pipeline)
     data = config.data_parallel_size(layout.world_size)
-    each = data // config.num_distributed_optimizer_instances // lossy.jobs().number  # a job shards all of it
-    shards = max(1, each)
+    shards = max(1, data // config.num_distributed_optimizer_instances // lossy.jobs().number)  # a job shards all of it
     batches = config.global_batch_size // config.micro_batch_size // data
     at_once = (pipeline - 1 - stage) * batches + 1 if lossy.async_pipeline else min(pipeline - stage, batches)
     optimizer = weights * (12 if config.bf16 else 8) / (shards if config.use_distributed_optimizer else 1)
@@ -167,8 +166,7 @@ def _weights(config: TrainConfig, vocab_size: int, first: bool, last: bool, stag
     tensor = config.tensor_model_parallel_size
     layers = config.num_layers // stages
     embedding = _padded(config, vocab_size) // tensor * config.hidden_size
-    shared = config.share_embeddings_and_output_weights and first and last
-    tables = int(first) + int(last and not shared)
+    tables = int(first) + int(last and not (first and config.share_embeddings_and_output_weights))
     norms = 2 * layers * config.hidden_size + (config.hidden_size if last else 0)
     return layers * _matrices(config) // tensor + tables * embedding + norms
 
@@ -198,9 +196,7 @@ def _activations(config: TrainConfig, layout: Layout, compute: int) -> float:
         layer += tokens * 4 * config.num_attention_heads / tensor
     elif layout.recompute is None:
         layer += tokens * compute * config.num_attention_heads * config.seq_length / tensor
-    if layout.recompute == "full":
-        return layers * tokens * compute * hidden / split + layer
-    return layers * layer
+    return layers * tokens * compute * hidden / split + layer if layout.recompute == "full" else layers * layer
 
 
 def _loss(
@@ -233,8 +229,7 @@ def _pieces(lossy: LossyConfig, weights: int, shards: int, near: int, device: De
 
 def _share(lossy: LossyConfig, phase: str, shards: int) -> float:
     """Return the share of a buffer that one step may lose: the mean, and four standard deviations for whole shards."""
-    loss = lossy.phase(phase)
-    if loss.lossless:
+    if (loss := lossy.phase(phase)).lossless:
         return 0.0
     if loss.sets_rate:
         return 1.0

@@ -50,8 +50,7 @@ def check_devices(kind: str, wanted: int) -> None:
     """Raise :class:`UsageError` unless this machine has ``wanted`` accelerators of ``kind``."""
     if kind == "cpu":
         return
-    found = device_count(kind)
-    if found < wanted:
+    if (found := device_count(kind)) < wanted:
         raise refuse("--device", f"({kind})", f"{wanted} accelerators are asked for on this node, {found} are there")
 
 

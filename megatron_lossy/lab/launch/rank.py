@@ -24,9 +24,8 @@ def rank_environment(environment: Mapping[str, str]) -> dict[str, str]:
         raise UsageError("megatron_lossy.lab.launch.rank: srun did not start this process")
     found = {ours: environment[theirs] for ours, theirs in _SLURM.items()}
     text = environment.get("SLURM_STEP_TASKS_PER_NODE", environment.get("SLURM_TASKS_PER_NODE", "1"))
-    tasks: list[str] = []  # of each node; Slurm writes them as 8(x7),4
-    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
-        tasks += [count] * int(times or 1)
+    # Of each node; Slurm writes them as 8(x7),4.
+    tasks = [count for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text) for _ in range(int(times or 1))]
     return found | {"LOCAL_WORLD_SIZE": tasks[int(environment.get("SLURM_NODEID", "0"))]}
 
 

@@ -29,8 +29,7 @@ _DAY = 86400
 
 def main(arguments: Sequence[str]) -> None:
     """Print the ways to train over the link of the command line, the recommended one first."""
-    given = _parser().parse_args(arguments)
-    advice = _advice(given)
+    given, advice = planned(arguments)
     print("\n".join(report(advice, given.gpus_cost, given.egress_cost)))
     if given.write is not None:
         check_folder("--write", Path(given.write).parent)
@@ -39,12 +38,8 @@ def main(arguments: Sequence[str]) -> None:
         print(f"{given.write}: for python -m megatron_lossy.launch --config {given.write} --program train …")
 
 
-def planned(arguments: Sequence[str]) -> Advice:
-    """Return the advice for a command line. Raise :class:`UsageError`."""
-    return _advice(_parser().parse_args(arguments))
-
-
-def _parser() -> ArgumentParser:
+def planned(arguments: Sequence[str]) -> tuple[Namespace, Advice]:
+    """Return the flags of a command line, and the advice for them. Raise :class:`UsageError`."""
     parser = ArgumentParser(
         "python -m megatron_lossy plan",
         description="Which way to train over a link between sites, how long it takes, and what to set (docs/choosing.md).",
@@ -69,12 +64,9 @@ def _parser() -> ArgumentParser:
     run("--gpus-cost", type=float, default=0.0, metavar="PRICE", help="of an accelerator and hour: adds a column")
     run("--egress-cost", type=float, default=0.0, metavar="PRICE", help="of a GB that leaves a site: adds to it")
     run("--write", metavar="FILE", help="write the recommended run, for --config of megatron_lossy.launch")
-    return parser
-
-
-def _advice(given: Namespace) -> Advice:
+    given = parser.parse_args(arguments)
     tokens = None if given.tokens is None else quantity("--tokens", given.tokens, COUNT, 1)
-    return advise(_link(given), _recipe(given), _step(given), given.sites, tokens)
+    return given, advise(_link(given), _recipe(given), _step(given), given.sites, tokens)
 
 
 def _link(given: Namespace) -> Link:

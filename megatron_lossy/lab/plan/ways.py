@@ -99,8 +99,7 @@ class Prediction:
             "islands": f"{share}, {self.delay} late" + (f", every {self.interval}" if self.interval > 1 else ""),
             "diloco": f"every {self.interval}",
         }.get(way.method)
-        values = None if way.values == "raw" else way.values
-        return ", ".join(filter(None, (way.method, way.transport, detail, values)))
+        return ", ".join(filter(None, (way.method, way.transport, detail, None if way.values == "raw" else way.values)))
 
 
 @functools.cache
@@ -149,8 +148,7 @@ def predict(way: Way, link: Link, job: Job) -> Prediction:
 
     if way.method in ("gradients", "sites"):
         grad, weight = (BYTES["int8"],) * 2 if way.values == "int8" else (BYTES["fp32"], job.weight)
-        ranks = job.data if way.method == "gradients" else 1
-        payload = gradient_bytes(job.parameters, ranks, weight, grad, job.sites)
+        payload = gradient_bytes(job.parameters, job.data if way.method == "gradients" else 1, weight, grad, job.sites)
         adds = [gradient_seconds(payload, rate, trip) for rate, trip in zip(rates, trips(payload / 2))]
         return Prediction(way, (low + adds[2], median + adds[1], high + adds[0]), 0.0, payload * header)
     whole = bytes_sent(1, job.sites, BYTES[way.values]) * job.parameters
@@ -182,8 +180,7 @@ def cost(found: Prediction, link: Link) -> tuple[str, bool]:
     how = {"islands": "{share:.0%}, {late} late, {values}, ", "diloco": "every {every}, ", "nothing": ""}
     details = how.get(kind, "{loss:.0%} lost, ")
     text = "{change:+.2f} % ({low:+.1f} to {high:+.1f}; {millions:.2g} M parameters, " + details + "{where})"
-    known = _distance(nearest, found, link) < 0.1
-    return text.format(**nearest, millions=nearest["parameters"] / 1e6), known
+    return text.format(**nearest, millions=nearest["parameters"] / 1e6), _distance(nearest, found, link) < 0.1
 
 
 def _distance(row: Mapping[str, Any], found: Prediction, link: Link) -> float:

@@ -14,8 +14,10 @@ from .read import read_runs
 from .table import FILES, loss_table, write_report
 
 
-def run(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line. Raise :class:`UsageError`."""
+@usage_errors("megatron_lossy.report")
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line; report wrong input as one line and exit status 2."""
+    sys.stdout.reconfigure(errors="replace")  # "±" on an ASCII terminal
     parser = ArgumentParser(
         "python -m megatron_lossy.report",
         description="Table of losses and training curves of a folder of runs.",
@@ -40,13 +42,6 @@ def run(arguments: Sequence[str] | None = None) -> None:
     print(table.text())
     for file in write_report(runs, table, out):
         print(f"wrote {file}")
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Call :func:`run`, and report wrong input as one line and exit status 2."""
-    sys.stdout.reconfigure(errors="replace")  # "±" on an ASCII terminal
-    with usage_errors("megatron_lossy.report"):
-        run(arguments)
 
 
 if __name__ == "__main__":

@@ -58,8 +58,7 @@ def columns(runs: Sequence[Run]) -> list[Column]:
 
 def baseline(of: Column, among: Sequence[Column]) -> Column | None:
     """Return the clean column to compare ``of`` with: the only one, or the one whose settings ``of`` has too."""
-    clean = [column for column in among if column.clean]
-    if len(clean) > 1:
+    if len(clean := [column for column in among if column.clean]) > 1:
         clean = [column for column in clean if set(column.settings) <= set(of.settings)]
     return clean[0] if clean else None
 

@@ -47,13 +47,11 @@ def draw_losses(axes, runs: Sequence[Run], colour, label: str | None, valid: boo
     if len(runs) > 1:
         axes.fill_between(iterations, losses.min(axis=0), losses.max(axis=0), color=colour, alpha=0.18, linewidth=0)
     shown = list(mean)
-    if valid:
-        kind = next((kind for kind in WEIGHTS if all(kind in run.valid for run in runs)), None)
-        if kind:
-            points = sorted(set.intersection(*(set(run.valid[kind]) for run in runs)))
-            means = [float(np.mean([run.valid[kind][i] for run in runs])) for i in points]
-            axes.plot(points, means, "o", color=colour, markeredgecolor="white", markersize=8, zorder=3)
-            shown += means
+    if valid and (kind := next((kind for kind in WEIGHTS if all(kind in run.valid for run in runs)), None)):
+        points = sorted(set.intersection(*(set(run.valid[kind]) for run in runs)))
+        means = [float(np.mean([run.valid[kind][i] for run in runs])) for i in points]
+        axes.plot(points, means, "o", color=colour, markeredgecolor="white", markersize=8, zorder=3)
+        shown += means
     return shown
 
 
@@ -78,8 +76,7 @@ def running_mean(values: np.ndarray) -> np.ndarray:
     index = np.arange(len(values))
     half = np.minimum(index, len(values) // 40)
     low, high = index - half, np.minimum(index + half + 1, len(values))
-    number = counts[high] - counts[low]
-    return np.where(finite, (sums[high] - sums[low]) / np.maximum(number, 1), np.nan)
+    return np.where(finite, (sums[high] - sums[low]) / np.maximum(counts[high] - counts[low], 1), np.nan)
 
 
 def log_axis(axes, values: np.ndarray) -> None:

@@ -55,8 +55,7 @@ def read_runs(folder: str | Path) -> list[Run]:
 
 
 def _read_folder(path: Path) -> Run | None:
-    metrics = path / METRICS_FILE
-    if metrics.is_file():
+    if (metrics := path / METRICS_FILE).is_file():
         return read_run(metrics)
     jobs = [found for job in _jobs(path) if (found := read_run(job / METRICS_FILE)) is not None]
     if not jobs:
@@ -146,8 +145,7 @@ def read_megatron_run(folder: Path) -> Run | None:
     logs = [log for log in map(_read_log, files) if log.arguments or log.records]
     if not any(log.records for log in logs):
         return None
-    described = [log for log in logs if log.arguments]
-    if not described:
+    if not (described := [log for log in logs if log.arguments]):
         why = "no log there has Megatron's arguments, which rank 0 prints at the start of a run"
         raise refuse("RUNS_DIR", folder, why)
     recorder = RunRecorder(_described_log(folder, described[0].arguments))

@@ -118,8 +118,7 @@ class Run:
         all records.
         """
         whole = name.endswith(WHOLE)
-        values = self.recorded(name)
-        if not values:
+        if not (values := self.recorded(name)):
             return None
         last = list(values.values()) if whole else self._last(values) or [values[max(values)]]
         finite = [value for value in last if math.isfinite(value)]

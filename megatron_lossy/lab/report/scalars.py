@@ -125,12 +125,11 @@ def needs_sharpness(name: str) -> bool:
 def with_predictions(names: Sequence[str]) -> list[tuple[str, ...]]:
     """Return ``names`` in groups for one figure each: (X, X predicted) if both are asked for, else (X,)."""
     asked = set(names)
-    groups = []
-    for name in names:
-        if name.endswith(PREDICTED) and name.removesuffix(PREDICTED) in asked:
-            continue
-        groups.append((name, name + PREDICTED) if name + PREDICTED in asked else (name,))
-    return groups
+    return [
+        (name, name + PREDICTED) if name + PREDICTED in asked else (name,)
+        for name in names
+        if not (name.endswith(PREDICTED) and name.removesuffix(PREDICTED) in asked)
+    ]
 
 
 def file_name(name: str) -> str:

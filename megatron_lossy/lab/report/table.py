@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -104,15 +104,13 @@ class LossTable:
             for heading, entry in zip(self.headings, entries, strict=True):
                 mean = "" if math.isnan(entry.mean) else entry.mean
                 changes = [entry.change, entry.change_error]
-                row = [name, heading, entry.runs, entry.diverged, mean, entry.error, *changes]
-                writer.writerow(row)
+                writer.writerow([name, heading, entry.runs, entry.diverged, mean, entry.error, *changes])
         return stream.getvalue()
 
 
-def evaluated(runs: Iterable[Run]) -> list[str]:
+def evaluated(runs: Collection[Run]) -> list[str]:
     """Return the kinds of weights that some of ``runs`` were evaluated with."""
-    found = {kind for run in runs for kind in run.valid}
-    return [kind for kind in WEIGHTS if kind in found]
+    return [kind for kind in WEIGHTS if any(kind in run.valid for run in runs)]
 
 
 def loss_metrics(weights: Sequence[str]) -> dict[str, Metric]:
@@ -172,12 +170,10 @@ def _notes(groups: Sequence[Column], runs: Sequence[Run], weights: Sequence[str]
         notes.append("no run without loss: no change can be given")
     else:
         notes.append("in brackets: change relative to 0 %")
-    repeated = [group for group in groups if len(group.runs) > 1]
-    if repeated:
+    if repeated := [group for group in groups if len(group.runs) > 1]:
         counts = ", ".join(f"{group.label}: {len(group.runs)}" for group in repeated)
         notes.append(f"mean ± standard error over runs ({counts})")
-    single = [group for group in lossy if group.repetitions == 1]
-    if single:
+    if single := [group for group in lossy if group.repetitions == 1]:
         which = "" if len(single) == len(lossy) else "; ".join(group.label for group in single) + ": "
         notes.append(which + ONE_SEED)
     for group in repeated:
@@ -186,8 +182,7 @@ def _notes(groups: Sequence[Column], runs: Sequence[Run], weights: Sequence[str]
             why = "runs with equal seeds are not independent, the standard error is too small"
             notes.append(f"{group.label}: {how}; {why}")
     evaluated = {run.name: max((i for losses in run.valid.values() for i in losses), default=0) for run in runs}
-    trained = {run.name: run.iterations for run in runs}
-    for what, last in (("not trained to", trained), ("not evaluated at", evaluated)):
+    for what, last in (("not trained to", {run.name: run.iterations for run in runs}), ("not evaluated at", evaluated)):
         longest = max(last.values())
         if short := [f"{name} (last {iteration})" for name, iteration in last.items() if iteration < longest]:
             notes.append(f"{what} iteration {longest}: " + ", ".join(short))

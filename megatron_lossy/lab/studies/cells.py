@@ -85,8 +85,7 @@ class Cell:
         paths = [self.loss.trace, *(path for name, _, path in models if name == "per-link")]
         files = [_content(Path(path)) for path in paths if path]
         found = {"settings": self.settings, "processes": 1} | ({"files": files} if files else {})
-        text = json.dumps(found, sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _content(path: Path) -> str:
@@ -151,16 +150,10 @@ class CellFolder:
         assert run is not None
         return run
 
-    def finish(self, status: str, seconds: float, **facts: Any) -> None:
+    def finish(self, status: str, seconds: float) -> None:
         """Record the end of the run, and drop its checkpoints: a study needs only its losses."""
-        state = {
-            "status": status,
-            "seconds": round(seconds, 1),
-            "host": socket.gethostname(),
-            "settings": self.cell.settings,
-            **facts,
-        }
-        write_text(self.path / STATE, json.dumps(state, indent=1))
+        state = {"status": status, "seconds": round(seconds, 1), "host": socket.gethostname()}
+        write_text(self.path / STATE, json.dumps(state | {"settings": self.cell.settings}, indent=1))
         (self.path / TRACKER).unlink(missing_ok=True)
         for folder in self.path.glob("iter_*"):
             shutil.rmtree(folder, ignore_errors=True)
@@ -268,8 +261,7 @@ class _Runner:
         folder.path.mkdir(parents=True, exist_ok=True)
         config, where = folder.path / CONFIG, str(folder.path)
         write_text(config, yaml.safe_dump(folder.cell.all_settings(), sort_keys=False))
-        log = folder.take()
-        if log is None:
+        if (log := folder.take()) is None:
             self._tally.elsewhere += 1
             return
         if folder.state is not None:  # another process finished it meanwhile

@@ -23,7 +23,38 @@ from .summary import Results
 def study(arguments: Sequence[str]) -> int:
     """Run a study file and report it; returns the exit status. Raise :class:`UsageError`."""
     study, how, name = _read_study(arguments)
-    return _run(study, how, Path(how.out or Path("runs") / name))
+    out = Path(how.out or Path("runs") / name)
+    check_folder("--out", out)
+    check_no_runs(out, how.cells)
+    check_out(out, study)
+    if how.list:
+        _list(study, how.cells)
+        return 0
+    check_package("matplotlib", "--out", out, "matplotlib")
+    tally = Tally()
+    if not how.report_only:
+        check_folder("--cells", how.cells)
+        cores = len(os.sched_getaffinity(0)) if device.device_type() == "cpu" else 1
+        tally = run_cells(study.cells, how.cells, how.jobs or cores)
+    folders = [CellFolder(how.cells, cell) for cell in study.cells]
+    if runs := {folder.cell.name: folder.result() for folder in folders if folder.state is not None}:
+        results = Results(study, runs)
+        files, found = [write_record(results, out)], tables(results)
+        print(f"\n{study.title}" + (f": {study.question}" if study.question else "") + "\n")
+        for table in found.values():
+            print(table.text())
+        files += write_tables(results, found, out)
+        files += write_figures(results, out, curves=all(run.train for run in runs.values()))
+        print("wrote " + ", ".join(map(str, files)))
+    else:
+        print("no cell is done yet")
+    for name, reason in tally.failed.items():
+        print(f"cell {name} failed: {reason}", file=sys.stderr)
+    if tally.interrupted:
+        print("interrupted; run the same command again to continue")
+    elif tally.elsewhere:
+        print(f"{tally.elsewhere} cells are trained by other processes")
+    return 1 if tally.failed or tally.interrupted else 0
 
 
 def report(arguments: Sequence[str]) -> None:
@@ -64,8 +95,7 @@ def _read_study(arguments: Sequence[str]) -> tuple[Study, argparse.Namespace, st
     add("--out", metavar="DIR", help="folder of the report: tables and figures")
     shared = "folder of the training runs, shared by all studies; what is there is not run again; default runs/cells"
     add("--cells", default="runs/cells", metavar="DIR", help=shared)
-    at_once = "cells to run at once; default one, on a CPU one per core"
-    add("--jobs", type=int, metavar="N", help=at_once)
+    add("--jobs", type=int, metavar="N", help="cells to run at once; default one, on a CPU one per core")
     seeds = "seeds of weights and data, in every condition; default the study's, or 1 2 3"
     add("--seeds", type=int, nargs="+", metavar="SEED", help=seeds)
     loss_seeds = "seeds of the losses, with each of --seeds; default the study's, or 1 2"
@@ -80,8 +110,7 @@ def _read_study(arguments: Sequence[str]) -> tuple[Study, argparse.Namespace, st
     if any(argument.split("=")[0] == "--config" for argument in rest):
         raise UsageError("--config: cannot be given to a study, whose file names it")
     given = {name: value for name in ("seeds", "loss_seeds", "metrics") if (value := getattr(how, name)) is not None}
-    design = replace(read_design(how.study, how.name), **given)
-    return design.study(rest), how, how.name or Path(how.study).stem
+    return replace(read_design(how.study, how.name), **given).study(rest), how, how.name or Path(how.study).stem
 
 
 def _split(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -109,41 +138,6 @@ def _split(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[a
     if how.metrics is not None:
         check_metrics("--metrics", how.metrics)
     return how, rest
-
-
-def _run(study: Study, how: argparse.Namespace, out: Path) -> int:
-    check_folder("--out", out)
-    check_no_runs(out, how.cells)
-    check_out(out, study)
-    if how.list:
-        _list(study, how.cells)
-        return 0
-    check_package("matplotlib", "--out", out, "matplotlib")
-    tally = Tally()
-    if not how.report_only:
-        check_folder("--cells", how.cells)
-        cores = len(os.sched_getaffinity(0)) if device.device_type() == "cpu" else 1
-        tally = run_cells(study.cells, how.cells, how.jobs or cores)
-    folders = [CellFolder(how.cells, cell) for cell in study.cells]
-    runs = {folder.cell.name: folder.result() for folder in folders if folder.state is not None}
-    if runs:
-        results = Results(study, runs)
-        files, found = [write_record(results, out)], tables(results)
-        print(f"\n{study.title}" + (f": {study.question}" if study.question else "") + "\n")
-        for table in found.values():
-            print(table.text())
-        files += write_tables(results, found, out)
-        files += write_figures(results, out, curves=all(run.train for run in runs.values()))
-        print("wrote " + ", ".join(map(str, files)))
-    else:
-        print("no cell is done yet")
-    for name, reason in tally.failed.items():
-        print(f"cell {name} failed: {reason}", file=sys.stderr)
-    if tally.interrupted:
-        print("interrupted; run the same command again to continue")
-    elif tally.elsewhere:
-        print(f"{tally.elsewhere} cells are trained by other processes")
-    return 1 if tally.failed or tally.interrupted else 0
 
 
 def _list(study: Study, root: str) -> None:

@@ -73,9 +73,8 @@ def plot_comparison(results: Results, metric_name: str, path: str | Path) -> lis
     metric = loss_metrics(results.weights)[metric_name]
 
     def change(variant: str, level: str | None) -> tuple[float, float | None]:
-        if level is None:
-            return mean_and_error(results.by_seed(variant, None, metric).values())
-        return mean_and_error(results.changes(variant, level, metric).values())
+        found = results.by_seed(variant, None, metric) if level is None else results.changes(variant, level, metric)
+        return mean_and_error(found.values())
 
     lines = _lines(study, list(study.levels), change)
     figure, axes = _places(study, list(study.levels))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,7 +13,8 @@ BETAS = (0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.3, 0.0)
 _EPSILON = 1e-9
 
 
-def _read(arguments: Sequence[str]) -> argparse.Namespace:
+def main(arguments: Sequence[str]) -> None:
+    """Print the lag at the settings of the command line, a table over the first moment's decay, and advice."""
     late = "How late replicas are if a share of parameters is lost, which learning rates stay stable"
     parser = ArgumentParser("megatron_lossy.lab lag", description=f"{late}, and what to set (docs/lag.md).")
     parser.add_argument("--p", type=float, required=True, help="loss rate of parameters, as --p-param")
@@ -29,12 +29,6 @@ def _read(arguments: Sequence[str]) -> argparse.Namespace:
     if given.mean_burst is not None and not given.mean_burst >= max(1, given.p / (1 - given.p)) - _EPSILON:
         why = f"must be at least 1 and p/(1-p) = {given.p / (1 - given.p):.3g}"
         raise refuse("--mean-burst", given.mean_burst, why)
-    return given
-
-
-def main(arguments: Sequence[str]) -> None:
-    """Print the lag at the settings of the command line, a table over the first moment's decay, and advice."""
-    given = _read(arguments)
     lag, beta1, burst = Lag.of(given.p, given.mean_burst), given.beta1, given.mean_burst
     how = "independently" if burst is None else f"in bursts of {burst:g} updates"
     lines = [

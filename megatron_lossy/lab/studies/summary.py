@@ -10,7 +10,7 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,15 +45,12 @@ class Difference(Entry):
     @property
     def half_width(self) -> float | None:
         """Half of the 95 % interval (Student's t); ``None`` below two seeds."""
-        if self.error is None:
-            return None
-        return (_T[self.runs - 2] if self.runs - 2 < len(_T) else _T[-1]) * self.error
+        return None if self.error is None else _T[min(self.runs - 2, len(_T) - 1)] * self.error
 
     def __str__(self) -> str:
         if not self.runs or math.isnan(self.mean):
             return "diverged" if self.diverged else "-"
-        half = self.half_width
-        if half is None:
+        if (half := self.half_width) is None:
             return f"{self.mean:+.2f}"
         places = 1 if half >= 0.1 else 3
         interval = f"{self.mean - half:+.{places}f} to {self.mean + half:+.{places}f}"
@@ -79,8 +76,7 @@ class Results:
         """Return the mean of ``metric`` over loss seeds, for every seed; NaN if one of them diverged."""
         values: dict[int, list[float]] = {}
         for trial in self.trials(variant, level):
-            value = metric(self.runs[trial.cell.name])
-            if value is not None:
+            if (value := metric(self.runs[trial.cell.name])) is not None:
                 values.setdefault(trial.seed, []).append(value)
         return {seed: float(np.mean(v)) for seed, v in values.items()}
 
@@ -130,11 +126,15 @@ def comparison(results: Results, metric_name: str) -> LossTable:
     """Return one metric of every variant (rows) at every level (columns)."""
     metric = loss_metrics(results.weights)[metric_name]
     levels: list[str | None] = [None, *results.study.levels]
-    rows = tuple(
-        (variant or metric_name, tuple(results.entry(variant, level, metric) for level in levels))
-        for variant in results.study.variants
-    )
+    rows = _rows(results.study, levels, lambda variant, level: results.entry(variant, level, metric), metric_name)
     return LossTable((results.study.baseline, *results.study.levels), rows, (f"values: {metric_name}", *notes(results)))
+
+
+def _rows(
+    study: Study, levels: Sequence[str | None], value: Callable[[str, str | None], Entry], label: str = ""
+) -> tuple[tuple[str, tuple[Entry, ...]], ...]:
+    """Return ``value`` of every variant (rows) at ``levels`` (columns). ``label``: of a variant without a name."""
+    return tuple((variant or label, tuple(value(variant, level) for level in levels)) for variant in study.variants)
 
 
 def differences(results: Results, metric_name: str) -> dict[str, LossTable]:
@@ -177,10 +177,7 @@ def against_best(results: Results, metric_name: str) -> LossTable | None:
         return None
     best = min(lossless, key=lossless.__getitem__)
     levels: list[str | None] = [None, *study.levels]
-    rows = tuple(
-        (variant, tuple(results.ratio((variant, level), (best, None), metric) for level in levels))
-        for variant in study.variants
-    )
+    rows = _rows(study, levels, lambda variant, level: results.ratio((variant, level), (best, None), metric))
     without = "errors" if study.errs else "loss"
     note = f"{metric_name} over that of {best!r} without {without}, the lowest mean of this table, in percent, seed by seed"
     return LossTable((study.baseline, *study.levels), rows, (f"{note}; {INTERVAL}",))
@@ -203,11 +200,8 @@ def excesses(results: Results, label: str, pair: Callable[[Run], tuple[float | N
         value, reference = pair(run)
         return 100 * (value / reference - 1) if value is not None and reference is not None else None
 
-    levels = results.study.levels
-    rows = tuple(
-        (variant or label, tuple(Difference.of(results.by_seed(variant, level, excess)) for level in levels))
-        for variant in results.study.variants
-    )
+    study, levels = results.study, results.study.levels
+    rows = _rows(study, levels, lambda variant, level: Difference.of(results.by_seed(variant, level, excess)), label)
     return LossTable(levels, rows, (f"{note}, in percent; {INTERVAL}",))
 
 
@@ -240,8 +234,7 @@ def notes(results: Results, definitions: str = DEFINITIONS, changes: bool = True
     result = [definitions, f"{seeds} {'seeds' if seeds > 1 else 'seed'} of weights and data{more}"]
     if origin := trained(results):
         result.append(f"trained {origin}")
-    missing = [cell for cell in study.cells if cell.name not in results.runs]
-    if missing:
+    if missing := [cell for cell in study.cells if cell.name not in results.runs]:
         result.append(f"unfinished: {len(missing)} of {len(study.cells)} cells are missing")
     return result
 
@@ -250,8 +243,7 @@ def trained(results: Results) -> str:
     """Return date, hardware and versions of the training; empty if no run recorded them."""
     origins = [run.origin for run in results.runs.values()]
     recorded = sorted({part for origin in origins for part in origin.get("trained", "").split("; ") if part})
-    dates = sorted({origin["date"] for origin in origins if "date" in origin})
-    if not dates:
+    if not (dates := sorted({origin["date"] for origin in origins if "date" in origin})):
         return "; ".join(recorded)
     hardware = sorted({origin["hardware"] for origin in origins if "hardware" in origin})
     versions = sorted({f"{name} {v}" for origin in origins for name, v in origin.get("versions", {}).items()})

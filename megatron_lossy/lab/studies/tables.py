@@ -126,8 +126,7 @@ def share_won_back(plain: dict[int, float], own: dict[int, float]) -> Share:
         if diverged := sum(math.isnan(costs[seed]) for seed in seeds):
             return Share(math.nan, None, None, len(seeds), diverged, instead=name)
     cost = Difference.of({seed: plain[seed] for seed in seeds})
-    half = cost.half_width
-    if half is None or not cost.mean > half:
+    if (half := cost.half_width) is None or not cost.mean > half:
         return Share.of({})
     there, here = (np.array([costs[seed] for seed in seeds]) for costs in (plain, own))
     ratio = here.mean() / there.mean()

@@ -81,8 +81,7 @@ def stability_limit(beta1: float, lag: Lag = Lag(), sent: Lead = Lead(), nestero
             middle = (low + high) / 2
             same = np.sign(_open_loop(middle, beta1, lag, sent, nesterov).imag) == sign[k]
             low, high = (middle, high) if same else (low, middle)
-        real = _open_loop(high, beta1, lag, sent, nesterov).real
-        if real < 0:
+        if (real := _open_loop(high, beta1, lag, sent, nesterov).real) < 0:
             crossings.append(-1 / real)
     return float(min(crossings))
 

@@ -40,8 +40,7 @@ def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
         for switch in dataclasses.fields(cls):
             if isinstance(switch.default, bool):
                 hidden: dict[str, Any] = dict.fromkeys(("default", "help"), argparse.SUPPRESS)
-                name = off(flag_name(cls, switch.name))
-                parser.add_argument(name, dest=switch.name, action="store_false", **hidden)
+                parser.add_argument(off(flag_name(cls, switch.name)), dest=switch.name, action="store_false", **hidden)
     return parser
 
 

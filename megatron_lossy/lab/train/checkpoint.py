@@ -80,8 +80,7 @@ class Checkpoints:
 
         def fill(aside: Path) -> None:
             with self._lossy.owner_weights(self._chunks):
-                scheduler = self._scheduler.state_dict()
-                said = {"iteration": iteration, "ranks": _ranks(), "scheduler": scheduler, **common}
+                said = {"iteration": iteration, "ranks": _ranks(), "scheduler": self._scheduler.state_dict(), **common}
                 self._store(self._state(is_loading=False) | said, aside)
             _on_all_ranks(lambda: self._lossy.save_replicas(aside))
 
@@ -103,8 +102,7 @@ class Checkpoints:
 
     def _save(self, folder: str, iteration: int, fill: Callable[[Path], None]) -> None:
         final = iteration_folder(folder, iteration)
-        latest = latest_iteration(folder)
-        if latest == iteration:
+        if (latest := latest_iteration(folder)) == iteration:
             torch.distributed.barrier()
             return
         aside = final.with_name(final.name + _ASIDE)
@@ -114,8 +112,7 @@ class Checkpoints:
             agreed = error if isinstance(error, NotSaved) else None
             failed = agreed or machine_error(error) or _failure_in_text(error) or _tried(aside)
             first = torch.distributed.get_rank() == 0
-            everywhere = isinstance(error, NotSaved | CheckpointException) or _ranks() == 1
-            if everywhere:
+            if everywhere := isinstance(error, NotSaved | CheckpointException) or _ranks() == 1:
                 failed = _on_any_rank(failed)  # from here no rank writes any more, and the first one may clear up
             if first or not everywhere:
                 shutil.rmtree(aside, ignore_errors=True)

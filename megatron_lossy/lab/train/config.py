@@ -341,11 +341,7 @@ REQUIRED = (
     "global_batch_size",
     "train_iters",
 )
-_ONE_DEVICE = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "num_distributed_optimizer_instances",
-)
+_ONE_DEVICE = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "num_distributed_optimizer_instances")
 _FROM_ZERO = ("eval_iters", "lr_warmup_iters", "sharpness_interval", "save_failures")
 _POSITIVE = [
     f.name

@@ -93,8 +93,7 @@ def train(config: TrainConfig, lossy_config: LossyConfig, console: Console | Non
         try:
             with model_parallel(config):
                 first = torch.distributed.get_rank() == 0
-                speaks = first and lossy.speaks
-                run = _Run(config, lossy, paths, (console or Console()) if speaks else SilentConsole())
+                run = _Run(config, lossy, paths, (console or Console()) if first and lossy.speaks else SilentConsole())
                 if config.load and (changed := changed_settings(config, lossy_config, data)):
                     run.console.note(f"--load {config.load}: goes on with other settings: {changed}")
                 if first:
@@ -218,8 +217,7 @@ class _Run:
         progress, config = self.progress, self.config
         # The last one evaluates, and saves.
         iteration = min(self.lossy.job_group.catch_up(progress.iteration), self.iterations - 1)
-        missed = iteration - progress.iteration
-        if missed <= 0:
+        if (missed := iteration - progress.iteration) <= 0:
             return batches
         without = f"{missed} were made without this {self.lossy.config.jobs().name}"
         self.console.note(f"  goes on at iteration {iteration:7d}: {without}")
@@ -317,8 +315,7 @@ class _Run:
             self.checkpoints.save(folder, iteration, {"progress": progress[0]})
         except NotSaved as error:
             said, failed = [], error
-        beside = self.lossy.job_group.saved_beside(folder)
-        if beside is not None:  # of which all jobs are a part
+        if (beside := self.lossy.job_group.saved_beside(folder)) is not None:  # of which all jobs are a part
             try:
                 self.checkpoints.save_consensus(beside[0], iteration, beside[1])
             except NotSaved as error:
@@ -332,8 +329,7 @@ class _Run:
 
     def _load(self) -> bool:
         """Load the checkpoint of ``--load`` if there is one; returns whether there was."""
-        folder = self.config.load
-        if folder is None:
+        if (folder := self.config.load) is None:
             return False
         if same_folder(self.config.save, folder) and (rewound := self.lossy.job_group.rewind(folder)):
             self.console.note(f"  {rewound}")

@@ -165,8 +165,7 @@ def world(config: TrainConfig, launched: World | None = None) -> Iterator[None]:
     elif "RANK" in os.environ:
         device.init_process_group(timeout=timeout)
     else:
-        store = torch.distributed.HashStore()
-        device.init_process_group(store=store, rank=0, world_size=1, timeout=timeout)
+        device.init_process_group(store=torch.distributed.HashStore(), rank=0, world_size=1, timeout=timeout)
     yield
     # After an exception other ranks may be gone: the end of the process then destroys the group.
     torch.distributed.destroy_process_group()

@@ -69,7 +69,20 @@ def open_writers(config: TrainConfig, lossy_config: LossyConfig, resumed_at: int
         writers.append(TensorBoardWriter(config.tensorboard_dir, resumed_at or 0))
     if lossy_config.metrics_port is not None and (exported := exporter_at(lossy_config.metrics_port + job)) is not None:
         writers.append(exported)
-    record = _run_record(config, lossy_config, os.path.basename(os.path.normpath(folder or "run")))
+    record = {
+        "kind": "run",
+        "name": os.path.basename(os.path.normpath(folder or "run")),
+        "p_grad": lossy_config.p_grad,
+        "p_param": lossy_config.p_param,
+        "loss_seed": lossy_config.loss_seed,
+        "seed": config.seed,
+        "config": dataclasses.asdict(config) | dataclasses.asdict(lossy_config),
+        "versions": versions(),
+        "device": device.device_type(),
+        "hardware": hardware(),
+        "date": f"{datetime.now():%Y-%m-%d}",
+        "world_size": config.virtual_workers or torch.distributed.get_world_size(),
+    }
     for writer in writers:
         writer.write(record)
     return writers
@@ -91,23 +104,6 @@ def header(config: TrainConfig, run: Run, data_path: Sequence[str]) -> str:
             who += f", tensor {tensor} x pipeline {pipeline}"
     seen = epochs(data_path, config.tokens)
     return f"loss: {run.config.describe()} | {who}, on {device.device_type()} | {seen:.3g} epochs of data"
-
-
-def _run_record(config: TrainConfig, lossy_config: LossyConfig, name: str) -> dict[str, Any]:
-    return {
-        "kind": "run",
-        "name": name,
-        "p_grad": lossy_config.p_grad,
-        "p_param": lossy_config.p_param,
-        "loss_seed": lossy_config.loss_seed,
-        "seed": config.seed,
-        "config": dataclasses.asdict(config) | dataclasses.asdict(lossy_config),
-        "versions": versions(),
-        "device": device.device_type(),
-        "hardware": hardware(),
-        "date": f"{datetime.now():%Y-%m-%d}",
-        "world_size": config.virtual_workers or torch.distributed.get_world_size(),
-    }
 
 
 class Stop:
@@ -136,8 +132,7 @@ class Stop:
 
         Return a function that waits for the signal by which any rank was stopped, or 0.
         """
-        agreement = self._run.job_group.begin_stopping(self._number)
-        if agreement is not None:
+        if (agreement := self._run.job_group.begin_stopping(self._number)) is not None:
             return agreement
         stop = torch.full((1,), self._number, dtype=torch.int32, device=device.current_device())  # not copied there
         work = torch.distributed.all_reduce(stop, op=torch.distributed.ReduceOp.MAX, async_op=True)

@@ -42,8 +42,7 @@ _OWN = (
 
 def settings_of(config: TrainConfig, lossy: LossyConfig, data: list[Any] | None) -> dict[str, Any]:
     """Return the settings that identify a run, as in JSON. ``data``: the fingerprint of its data, if known."""
-    settings = {"train": identity(config), "loss": identity(lossy), "data": data}
-    return json.loads(json.dumps(settings))
+    return json.loads(json.dumps({"train": identity(config), "loss": identity(lossy), "data": data}))
 
 
 def shared_settings(config: TrainConfig, data: list[Any]) -> dict[str, str]:
@@ -78,8 +77,7 @@ def check_folders(
     for flag in ("save", "metrics_dir", "tensorboard_dir", "data_cache_path"):
         check_folder(flag_name(TrainConfig, flag), getattr(config, flag))
     for flag, folder in (("--save", config.save), ("--metrics-dir", config.metrics_dir)):
-        settings = read_settings(flag, folder)
-        if settings is None:
+        if (settings := read_settings(flag, folder)) is None:
             if folder and (Path(folder) / METRICS_FILE).exists():
                 raise refuse(flag, folder, "holds another run")
             continue
@@ -119,8 +117,7 @@ def _extends(
 
 def changed_settings(config: TrainConfig, lossy: LossyConfig, data: list[Any]) -> str | None:
     """Return the settings that differ from those of the run that ``--load`` names, in words; ``None`` if none does."""
-    settings = read_settings("--load", config.load)
-    if settings is None:
+    if (settings := read_settings("--load", config.load)) is None:
         return None
     here = settings_of(config, lossy, data)
     of_train = {name: value for name, value in here["train"].items() if name not in ("data", *_PATHS)}
@@ -158,12 +155,9 @@ def read_settings(flag: str, folder: str | os.PathLike[str] | None) -> dict[str,
 
 def _other_run(there: dict[str, Any], here: dict[str, Any]) -> str | None:
     for part, cls in (("train", TrainConfig), ("loss", LossyConfig)):
-        found = difference(cls, there[part], here[part])
-        if found:
+        if found := difference(cls, there[part], here[part]):
             return found
-    if here["data"] is not None and here["data"] != there["data"]:
-        return "its data sets had other contents"
-    return None
+    return "its data sets had other contents" if here["data"] not in (None, there["data"]) else None
 
 
 def _check_loaded(config: TrainConfig, lossy: LossyConfig, data: list[Any] | None) -> None:

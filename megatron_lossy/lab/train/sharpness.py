@@ -91,8 +91,7 @@ class Sharpness:
 
     def measure(self, consumed: int) -> None:
         """Measure at the weights of the last update. ``consumed``: samples until now; its own batch is the last of them."""
-        scale = self._preconditioner()
-        if scale is None:
+        if (scale := self._preconditioner()) is None:
             return  # no update yet
         size = self._config.global_batch_size
         with self._run.owner_weights(self._chunks), evaluating(self._chunks):
@@ -104,10 +103,8 @@ class Sharpness:
             def product(vector: torch.Tensor) -> torch.Tensor:
                 return scale * self._curvature(batches, kept, scale * vector)
 
-            start = self._vector
-            if start is None:
-                generator = torch.Generator().manual_seed(_SEED)
-                start = torch.randn(scale.numel(), generator=generator).to(scale.device)
+            if (start := self._vector) is None:
+                start = torch.randn(scale.numel(), generator=torch.Generator().manual_seed(_SEED)).to(scale.device)
             value, self._vector = largest_eigenvalue(product, start, FIRST if self._vector is None else LATER)
         self._found.append({"sharpness": value, **self._stability(value)})
 
@@ -124,8 +121,7 @@ class Sharpness:
             adam = inner[parameter].optimizer
             group, place = inner[parameter].model_param_group_index_map[parameter]
             settings = adam.param_groups[group]
-            state = adam.state.get(settings["params"][place])
-            if not state:
+            if not (state := adam.state.get(settings["params"][place])):
                 return None
             steps = float(state.get("step", settings.get("step", 0)))
             second = state["exp_avg_sq"].flatten() / (1 - settings["betas"][1] ** steps)
@@ -167,8 +163,11 @@ class Sharpness:
         """Return the learning rate times the sharpness; with losses known beforehand, also lag and stable limit."""
         step = get_canonical_lr_for_logging(self._optimizer.param_groups) / lr_scale(self._config) * sharpness
         found = {"lr x sharpness": step}
-        lag = self._lag()
-        if lag is not None:
+        now = self._run.iteration
+        known = [group.wire.lag(Exchange("param", group.wire.stream, now)) for group in self._run.groups]
+        if None not in known:  # the flags determine the lag of replicas at the next iteration's loss rate
+            share, mean = np.mean(known, axis=0)
+            lag = Lag(float(share), float(1 - share / mean)) if share else Lag()
             config, loss = self._config, self._run.config
             sent = Lead()  # with which owners send
             if lag.share and not loss.sends_weights():
@@ -177,12 +176,3 @@ class Sharpness:
             found["lag x lr x sharpness"] = mean_lag(lag, sent) * step
             found["largest lr x sharpness"] = stability_limit(beta1, lag, sent, config.optimizer == "nadam")
         return found
-
-    def _lag(self) -> Lag | None:
-        """Return the lag of replicas at the next iteration's loss rate; ``None`` if the flags do not determine it."""
-        step = self._run.iteration
-        known = [group.wire.lag(Exchange("param", group.wire.stream, step)) for group in self._run.groups]
-        if None in known:
-            return None
-        share, mean = np.mean(known, axis=0)
-        return Lag(float(share), float(1 - share / mean)) if share else Lag()

@@ -65,8 +65,7 @@ class Workers:
     def _take_turns(self, run: Run, batches: list[RankBatches], samples: int, forward_only: bool) -> list[torch.Tensor]:
         """Call :meth:`run` for the workers of ``run``, each with its own of ``batches``."""
         # All ranks start an iteration with the same random state and draw equally many numbers.
-        draws = len(batches) > 1 and self._draws and not forward_only
-        state = rng_state() if draws else None
+        state = rng_state() if len(batches) > 1 and self._draws and not forward_only else None
         sums = []
         for worker, own in enumerate(batches):
             if state is not None:
@@ -90,8 +89,7 @@ class Workers:
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        sums = self.run(batches, self._config.global_batch_size, forward_only=False)
-        begun = begin(sums)
+        begun = begin(self.run(batches, self._config.global_batch_size, forward_only=False))
         successful, grad_norm, _ = self.step()
         if successful:
             self.scheduler.step(increment=self._config.global_batch_size)

@@ -59,10 +59,6 @@ class VirtualRun(Run):
         self._ledger.install(self.patches)
         self._tokens: torch.Tensor | None = None
 
-    @abstractmethod
-    def building(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which DistributedDataParallel lays its buffers out as N ranks would."""
-
     def attach(self, ddp: Any) -> None:
         """Take over the gradients of ``ddp``, one model chunk of a world of one rank, built in :meth:`building`.
 
@@ -129,10 +125,6 @@ class VirtualRun(Run):
         tokens, self._tokens = self._tokens.item(), None
         return 1.0 / tokens if tokens else 1.0
 
-    @abstractmethod
-    def step(self, optimizer: Any) -> Any:
-        """See :meth:`Run.step`. Reduces the gradients of all workers first."""
-
     def uninstall(self) -> None:
         self._ledger.uninstall()
         super().uninstall()
@@ -140,9 +132,6 @@ class VirtualRun(Run):
     def living_optimizers(self) -> list[Any]:
         # Megatron sets the scale_loss of its optimizer.
         return optimizers(getattr(self._transformer.grad_scale_func, "__self__", None))
-
-    def settle(self) -> None:
-        """Do nothing: no exchange is under way between iterations."""
 
     def replica_file(self) -> str:
         return "virtual.pt"

@@ -96,8 +96,7 @@ class VirtualCluster(VirtualRun):
     def make_update(self, optimizer: Any) -> Any:
         """Make the update as :meth:`step` does, without ending the iteration."""
         self.events.iteration_begins()
-        scale = self._per_token()
-        if scale is None:
+        if (scale := self._per_token()) is None:
             scale = 1.0 / self.workers
         with torch.no_grad():
             for stream in self._streams:
@@ -145,8 +144,7 @@ class VirtualCluster(VirtualRun):
         return self._streams
 
     def replicas(self) -> list[VirtualSampler]:
-        streams = self._streams
-        return [VirtualSampler(own.groups[0], own.pairs, own.versions, own.sending) for own in streams]
+        return [VirtualSampler(own.groups[0], own.pairs, own.versions, own.sending) for own in self._streams]
 
     @contextlib.contextmanager
     def exchanged_weights(self, model_chunks: ModelChunks) -> Iterator[None]:

@@ -53,8 +53,7 @@ class Memory:
 
     def final(self, exchange: Exchange) -> Delivery:
         """Return the delivery at all workers, including units that senders delivered in spite of the draw."""
-        known = self._final.get(exchange)
-        if known is None:
+        if (known := self._final.get(exchange)) is None:
             return self.foresee(exchange)
         arrived, delivery = known
         if delivery is None:
@@ -65,8 +64,7 @@ class Memory:
 
     def foresee(self, exchange: Exchange) -> Delivery:
         """Return the drawn delivery at all workers."""
-        delivery = self._latest.get(exchange)
-        if delivery is None:
+        if (delivery := self._latest.get(exchange)) is None:
             network, cut = self.networks[exchange.phase], self.cut[exchange.phase]
             arrived = draw(network, exchange, self.members, self.members, units_of(cut))
             delivery = Delivery(exchange, self.members, self.members, arrived, cut)
@@ -158,8 +156,7 @@ class LossyWorkers:
             transfers.append(group.reduce_scatter(Gradients(exchange, bucket, whole, output, averaged=averaged)))
         # The units that will not arrive have been removed from all inputs.
         for rank, output in enumerate(outputs):
-            parts = torch.stack([whole.chunk(len(inputs))[rank] for whole in inputs])
-            output.copy_(ordered_sum(parts, averaged))
+            output.copy_(ordered_sum(torch.stack([whole.chunk(len(inputs))[rank] for whole in inputs]), averaged))
         for transfer in transfers:
             transfer.wait()
 

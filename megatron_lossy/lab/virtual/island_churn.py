@@ -16,7 +16,7 @@ from ...base.errors import refuse
 from ...base.exchange import Delivery
 from ...config import LossyConfig
 from ...mechanisms.islands.monitor import EpochLog, line
-from ...mechanisms.islands.rounds import Epoch, Member, MemberRounds, Rounds, Slot, needed_visits
+from ...mechanisms.islands.rounds import Epoch, Member, MemberRounds, Slot, needed_visits
 from .island_schedule import FLAG, Schedule, read_schedule
 from .islands import VirtualIslands
 
@@ -190,8 +190,7 @@ class Churn:
 
     def _enter(self, iteration: int, now: int, events: list[dict[str, Any]], returns: list[Return]) -> None:
         """Begin a new epoch in ``iteration`` if members or roles are others. ``now``: iterations that are over."""
-        epoch = self.presence.epoch(iteration // self._interval)
-        if epoch.id != self.epoch.id:
+        if (epoch := self.presence.epoch(iteration // self._interval)).id != self.epoch.id:
             self.epoch = epoch
         elif not events and now:
             return
@@ -202,13 +201,11 @@ class Churn:
 
     def state_dict(self, iteration: int) -> dict[str, Any]:
         """Return the state before ``iteration``: the members, and the events that made them so."""
-        past = [list(event) for event in self.schedule.before(iteration)]
-        return {"slots": self.presence.state_dict(), "past": past}
+        return {"slots": self.presence.state_dict(), "past": [list(event) for event in self.schedule.before(iteration)]}
 
     def load_state_dict(self, state: dict[str, Any], iteration: int) -> None:
         """Restore :meth:`state_dict`. Raise :class:`UsageError` if the schedule had other events before."""
-        here = [list(event) for event in self.schedule.before(iteration)]
-        if state["past"] != here:
+        if state["past"] != [list(event) for event in self.schedule.before(iteration)]:
             raise refuse(FLAG, self._path, f"has other events before iteration {iteration} than the checkpoint's run")
         self.presence.load_state_dict(state["slots"])
         self.epoch = self.presence.epoch(iteration // self._interval)
@@ -217,18 +214,16 @@ class Churn:
 class ChurningIslands(VirtualIslands):
     """:class:`VirtualIslands` of which some may be away. Raises :class:`UsageError` for a schedule that does not fit."""
 
+    _rounds: list[MemberRounds]
+
     def __init__(self, config: LossyConfig, workers: int, steps: int, seed: int, gapless: bool = False) -> None:
         super().__init__(config, workers, steps, seed, gapless)
         log = None if config.delivery_log is None else EpochLog(config.delivery_log)
         self.observers += [] if log is None else [log]
         self.churn = Churn(config, steps, None if log is None else log.add)
 
-    def _make_rounds(self, *arguments: Any) -> Rounds:
+    def _make_rounds(self, *arguments: Any) -> MemberRounds:
         return MemberRounds(*arguments, presence=self.churn.presence)
-
-    @property
-    def _member_rounds(self) -> list[MemberRounds]:
-        return [rounds for rounds in self._rounds if isinstance(rounds, MemberRounds)]
 
     @property
     def present(self) -> Sequence[int]:
@@ -243,25 +238,23 @@ class ChurningIslands(VirtualIslands):
             self._bring_back(arrival)
 
     def _bring_back(self, arrival: Return) -> None:
-        island, source = arrival.slot, arrival.source
-        if arrival.anew:
-            for rounds in self._member_rounds:
-                rounds.restart(island)
-        if arrival.how == "copy":
+        island, how, source, idle, anew = arrival
+        for rounds in self._rounds if anew else ():
+            rounds.restart(island)
+        if how == "copy":
             self._take_state(island, self._state_of(source))
-            for rounds in self._member_rounds:
+            for rounds in self._rounds:
                 for kept in rounds.rule.copied().values():
                     kept[island] = kept[source]
-        if arrival.idle or arrival.how == "copy":
+        if idle or how == "copy":
             with self.turn(island, keep=False) as cluster:
                 cluster.begin_equal()
 
     def _exchange(self, among: tuple[int, int] | None = None) -> None:
         def visits(island: int) -> int:
-            return min(rounds.visits(island) for rounds in self._member_rounds)
+            return min(rounds.visits(island) for rounds in self._rounds)
 
-        epoch = self.churn.end(self.iteration, visits)
-        if epoch is not None:
+        if (epoch := self.churn.end(self.iteration, visits)) is not None:
             among = (len(epoch.senders), len(epoch.slots))
             for rounds in self._rounds:
                 rounds.crossing.among(epoch.senders, epoch.slots)

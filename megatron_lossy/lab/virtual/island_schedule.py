@@ -111,8 +111,7 @@ def _records(line: str, path: str, number: int) -> Iterator[Any]:
 
 def _event(record: Any, path: str, number: int, slots: int, iterations: int | None) -> Event:
     given = record if isinstance(record, dict) else {}
-    unknown = sorted(set(given) ^ set(_FIELDS))
-    if unknown:
+    if unknown := sorted(set(given) ^ set(_FIELDS)):
         what = "is missing" if unknown[0] in _FIELDS else "is unknown"
         raise _wrong(path, number, f"{unknown[0]} {what}; must be {_example()}")
     slot, at, event = (given[name] for name in _FIELDS)
@@ -135,8 +134,7 @@ def _check_order(schedule: Schedule, path: str, places: dict[Event, int]) -> Non
     empty = set(schedule.empty)
     latest: dict[int, Event] = {}
     for one in schedule.events:
-        before = latest.get(one.slot)
-        if before is None:
+        if (before := latest.get(one.slot)) is None:
             allowed = ("join",) if one.slot in empty else _LEAVING
             was = "is empty" if one.slot in empty else "is there"
         elif before.at == one.at:

@@ -153,8 +153,7 @@ class VirtualIslands(Run, JobGroup):
     def _exchange(self, among: tuple[int, int] | None = None) -> None:
         """Exchange ``among`` islands: see :func:`.bytes_sent`."""
         for rounds in self._rounds:
-            count = rounds.after_iteration(self.iteration)
-            if count is not None:
+            if (count := rounds.after_iteration(self.iteration)) is not None:
                 self._monitor.exchanged(bytes_sent(self.config, count, among))
                 for delivery in rounds.crossing.deliveries:
                     self._monitor.observe(delivery)
@@ -211,12 +210,6 @@ class VirtualIslands(Run, JobGroup):
     @property
     def device(self) -> torch.device:
         return self.clusters[0].device
-
-    def replicas(self) -> list[Any]:
-        return []
-
-    def settle(self) -> None:
-        """Do nothing: exchanges under way between iterations are kept in this object."""
 
     def set_iteration(self, iteration: int) -> None:
         super().set_iteration(iteration)
@@ -314,8 +307,7 @@ class VirtualIslands(Run, JobGroup):
         if (there := saved["format"]) > _FORMAT:
             raise refuse("--islands", islands, f"{path} has format {there}; this version reads up to {_FORMAT}")
         for name, here in self.identity().items():
-            there = saved["identity"].get(name)
-            if there != here:
+            if (there := saved["identity"].get(name)) != here:
                 raise refuse("--islands", f"with {Path(folder)}", f"{name} was {there} there and is {here} here")
         if len(saved["rounds"]) != len(self._rounds):
             raise refuse("--sync-method", self.config.sync_method, f"exchanges were others in {Path(folder)}")

@@ -169,9 +169,6 @@ class VirtualReplicas(VirtualRun):
         #: Whether workers can ever differ.
         self.differ = workers > 1 and config.errs_apart
 
-    def building(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()  # without the distributed optimizer nothing is padded
-
     def _add(self, ddp: Any) -> None:
         self._parameters = list(ddp.parameters())
         self.held.add_model_chunk(ddp)
@@ -208,8 +205,7 @@ class VirtualReplicas(VirtualRun):
             self._check(scale)
             self.begin_update()
             results = [self._update(worker, optimizer, scale) for worker in range(self.workers if self.differ else 1)]
-            successful = all(bool(result[0]) for result in results)
-            if successful:
+            if successful := all(bool(result[0]) for result in results):
                 self.update = self.iteration
         self.events.iteration_ends()
         self.finish_iteration(successful)

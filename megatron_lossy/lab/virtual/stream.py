@@ -125,8 +125,7 @@ class StreamBuckets:
     def _add_inside(self, first: bool) -> list[torch.Tensor]:
         """Move the gradients of a worker into the sums of its site, and return these. ``first``: of a new site."""
         if not self._inside:
-            wide = torch.float32 if self._wide else None
-            self._inside = [torch.empty_like(total, dtype=wide) for total in self.sums]
+            self._inside = [torch.empty_like(total, dtype=torch.float32 if self._wide else None) for total in self.sums]
         for bucket, total in zip(self.buckets, self._inside, strict=True):
             _move(seen(self.groups[0], bucket.grad_data), total.view(self.groups[0].size, -1), add=not first)
         return self._inside
@@ -146,15 +145,11 @@ class StreamBuckets:
     def lost(self, step: int) -> np.ndarray:
         """Return bool[N receivers, N sources, units]: the units that the update of ``step`` loses."""
         delivery = self.delivery("param", step)
-        if delivery is None:
-            return np.zeros_like(self.versions.held, dtype=bool)
-        return ~delivery.arrived
+        return np.zeros_like(self.versions.held, dtype=bool) if delivery is None else ~delivery.arrived
 
     def delivery(self, phase: str, step: int) -> Delivery | None:
         """Return the delivery at all workers in ``step``; ``None`` in a phase without loss."""
-        if self.groups[0].lossless(phase):
-            return None
-        return self._memory.foresee(Exchange(phase, self.stream, step))
+        return None if self.groups[0].lossless(phase) else self._memory.foresee(Exchange(phase, self.stream, step))
 
 
 def _move(source: torch.Tensor, target: torch.Tensor, add: bool) -> None:

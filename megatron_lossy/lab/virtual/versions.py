@@ -168,14 +168,6 @@ class Versions:
                 result.index_put_(_tensors((workers, chosen), buffer.device), values)
         return result
 
-    @property
-    def kept(self) -> int:
-        """Return the number of elements held besides the parameter buffers."""
-        blocks = sum(block.rows.numel() for version in self._blocks.values() for block in version)
-        pending = sum(block.rows.numel() for block in (self._pending[2] or [])) if self._pending else 0
-        turn = {number: rows for number, (_, rows) in enumerate(self._fresh or [])} | self._spare
-        return blocks + pending + sum(rows.numel() for rows in turn.values())
-
     def restart(self) -> None:
         """Begin again with replicas that equal the parameter buffers."""
         self.held.fill(FIRST)
