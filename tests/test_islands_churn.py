@@ -135,7 +135,7 @@ def test_a_listener_with_outer_weights_waits_until_means_have_set_them(lr, momen
 
 @pytest.mark.parametrize("parts", [1, 2])
 def test_in_codes_a_listener_waits_until_outer_weights_of_others_have_set_all_of_its_own(parts):
-    """Distances say nothing about them: each exchange sets those of one element of 32 of its part."""
+    """Distances have nothing of them: each exchange sets those of one element of 32 of its part."""
     config = LossyConfig(islands=2, sync_method="diloco", sync_dtype="int8", p_sync=1e-9, sync_fraction=1 / parts)
     rule, visits = make_rule(config, [torch.ones(100)], None), torch.zeros(parts, 100)
     crossed = rule.payload(torch.ones(1, 100), None, 0)[0].bool() | True
