@@ -145,8 +145,8 @@ class IslandFlags(Flags):
     )
     island_patience: float = flag(
         10.0,
-        "with --rendezvous: seconds to wait for an island that sends nothing; then its message counts as lost, and it is waited for "
-        "shorter",
+        "with --rendezvous: seconds to wait for an island that sends nothing, for means half as long again; then its message counts "
+        "as lost, and it is waited for shorter",
         metavar="S",
         incidental=True,
     )
