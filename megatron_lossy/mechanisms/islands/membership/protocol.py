@@ -325,16 +325,18 @@ class Island:
             plan.writes.append(Write("epoch", write(entry), picture.texts.get("epoch")))
 
     def _live(self, picture: Picture, local: Local) -> dict[Member, Beat]:
-        """Return the possible members of an epoch with this island, by slot. A late one gets the entry of its receivers."""
+        """Return the possible members of an epoch with this island, by slot. A late one gets the newest entry of its receivers."""
         live = {
             slot.me: picture.beats[slot.me]
             for _, slot in sorted(picture.slots.items())
             if slot.flags == self.own.flags and slot.me in picture.beats and not self._silent(slot.me, picture, local)
         }
-        late = [me for me in live if self._is_late(me)]
+        late, newest = [me for me in live if self._is_late(me)], picture.entry.ident if picture.entry else ""
         for me in late:
             if receivers := [other for other, beat in live.items() if other not in late and me in beat.received]:
-                live[me] = replace(live[me], entry=live[receivers[0]].entry, received=Slots.of(receivers))
+                entries = [live[other].entry for other in receivers]
+                entry = newest if newest in entries else entries[0]
+                live[me] = replace(live[me], entry=entry, received=Slots.of(receivers))
         return live
 
     def _is_turn(self, now: float, picture: Picture, live: Mapping[Member, Beat]) -> bool:
