@@ -8,13 +8,13 @@ pytestmark = pytest.mark.shows("lines by storey, files, flags and help stay with
 
 LIMITS = {
     "entries of megatron_lossy": 14,
-    "lines outside lab": 29_980,
-    "lines of the package": 43_879,
+    "lines outside lab": 29_973,
+    "lines of the package": 43_872,
     "lines of C": 3_498,
     "lines of tests": 38_242,
     "lines of scripts and benchmarks": 9_650,
     "files of islands": 25,
-    "lines of islands": 6_774,
+    "lines of islands": 6_769,
     "files under 40 lines": 10,
     "files over 450 lines": 0,
     "words of pages": 35_000,

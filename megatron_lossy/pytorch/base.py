@@ -154,8 +154,7 @@ class LossyRun(Run):
     def catch_up(self, step: int, loss: float = 0.0) -> int:
         """Return the number of the update to make after ``step`` updates.
 
-        It is ``step``, or a later one if other islands, which are launches of their own (``rendezvous``), have gone on without this
-        one. Call it before each update. A collective call of the ranks of this launch. ``loss``: of the last update, for operators.
+        That is ``step``, unless other islands (``rendezvous``) have gone on without this one. Call it before each update. A collective call of the ranks of this launch. ``loss``: of the last update, for operators.
         Raise :class:`UsageError` if this island is refused, or has lost its slot.
         """
         self.events.logged(loss)

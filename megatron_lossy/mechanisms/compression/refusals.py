@@ -18,8 +18,7 @@ def _larger_block(config: LossyConfig, facts: Facts) -> Mapping[str, Any] | None
     """Return the code of most bits and the bytes of its block, if no packet holds it."""
     bits = max(*config.wire_bits.values(), config.sync_bits, 0)
     needed = block_bytes(bits, config.wire_block) if bits else 0
-    if config.refreshes:
-        needed += config.wire_block // 8  # 4 bytes of one of 32 elements
+    needed += 4 * config.refreshes  # numbers in float32
     short = config.loss_unit == "packet" and config.packet_range[0] < needed
     return {"code": f"int{bits}", "needed": needed} if short else None
 

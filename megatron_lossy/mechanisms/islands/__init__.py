@@ -38,8 +38,8 @@ class Islands(Mechanism):
         if run.kind == "FSDP2" and run.islands is not None and run.config.averages:
             from .fsdp import ElasticFSDPIslands, FSDPIslands
 
-            apart = run.config.rendezvous is not None
-            run.add_part((ElasticFSDPIslands if apart else FSDPIslands)(run.config, run.islands))
+            apart, config = run.config.rendezvous is not None, run.config
+            run.add_part(ElasticFSDPIslands(config) if apart else FSDPIslands(config, run.islands))
         elif run.kind == "Megatron" and run.world is not None:
             from .megatron_training import TrainingElasticIslands, TrainingIslands
 

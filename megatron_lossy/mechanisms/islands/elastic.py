@@ -101,10 +101,8 @@ class ElasticIslands(RankIslands):
         jump, self._jump = self._up_to_the_last(self._jump), 0
         now = max(jump, iteration)
         if self._taken_up < len(self._known):
-            now = self._take_up(now)
-            self._taken_up = len(
-                self._known
-            )  # not before: one that is ahead of the run waits in there, and is not ready
+            now = self._take_up(now)  # one that is ahead of the run waits in there, and is not ready
+            self._taken_up = len(self._known)
         if now > iteration:
             self._miss(now)
         self._take_copy(now)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ...base.errors import UsageError, refuse
 from ...base.flags import as_text, check_choice, flag, flag_name, in_unit_interval, refuse_unused
@@ -179,10 +179,11 @@ class IslandFlags(Flags):
         return self.sync_method == "eager-diloco" or (self.sync_method == "diloco" and self.sync_bits > 0)
 
     @property
-    def refreshes(self) -> bool:
-        """Whether outer weights cross besides distances in codes, of one element in :data:`REFRESH`: a mean may be lost."""
+    def refreshes(self: Any) -> int:
+        """Outer weights that cross after each block of codes, of one element in :data:`REFRESH`, where a mean may be lost; else 0."""
         stay = self.rendezvous is None and self.island_schedule is None
-        return self.sync_method == "diloco" and self.sync_bits > 0 and not (stay and self.sync_lossless)
+        refreshes = self.sync_method == "diloco" and self.sync_bits and not (stay and self.sync_lossless)
+        return self.wire_block // REFRESH if refreshes else 0
 
     @property
     def parts(self) -> int:

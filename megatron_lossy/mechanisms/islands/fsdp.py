@@ -138,13 +138,9 @@ class FSDPIslands(_ShardsOfFSDP):
 
 
 class ElasticFSDPIslands(_ShardsOfFSDP, ElasticIslands):
-    """Islands of FSDP2, each a launch of its own, whose program asks :meth:`catch_up` which update comes next.
+    """Islands of FSDP2, each a launch of its own. The program calls :meth:`catch_up` before each update, and gets its number."""
 
-    ``islands``: all ranks of this launch, as the only one.
-    """
-
-    def __init__(self, config: LossyConfig, islands: Sequence[Sequence[int]]) -> None:
-        [_] = islands
+    def __init__(self, config: LossyConfig) -> None:
         world = ElasticWorld(config.islands, config.island or 0, config.loss_seed)
         world.rank, world.size = dist.get_rank(), dist.get_world_size()
         super().__init__(config, world)

@@ -24,7 +24,7 @@ from ...base.fingerprint import finite
 from ...config import LossyConfig
 from ...recovery.rows import to_device
 from ...transport import Network
-from .flags import REFRESH, SYNC_PHASES
+from .flags import SYNC_PHASES
 from .vector import Places, read_at
 
 
@@ -46,7 +46,7 @@ class Form:
         if config.sync_bits:
             self.code = BlockCode(config.sync_bits, config.wire_block)
             self.dtype, self.blank = torch.uint8, 255  # scales of NaN
-            self._block, self.plain = config.wire_block, config.wire_block // REFRESH if config.refreshes else 0
+            self._block, self.plain = config.wire_block, config.refreshes
             # Bytes of a block, and of the numbers after it.
             self._coded, self._numbers = self.code.size(self._block), self.plain * torch.float32.itemsize
             blocks = config.packet_bytes // (self._coded + self._numbers)
